@@ -23,9 +23,8 @@ from verl.algorithms import (
     get_adv_estimator_fn,
     get_policy_loss_fn,
     get_policy_loss_prepare,
-    policy_loss_names,
 )
-from verl.config.known import GROUP_LOSSES
+from verl.config.methods import POLICY_LOSS, builtin_names
 
 CONFIG = SimpleNamespace()  # every loss at its defaults
 
@@ -166,7 +165,10 @@ def run(args: argparse.Namespace) -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
     kinds = [("estimator", name, estimator_calls) for name in loops.ESTIMATORS]
-    kinds += [("loss", name, loss_calls) for name in policy_loss_names() if name not in GROUP_LOSSES]
+    kinds += [
+        ("loss", name, loss_calls)
+        for name in builtin_names(POLICY_LOSS, lambda method: not method.whole_groups)
+    ]
     if args.only:
         known = {name for _, name, _ in kinds}
         unknown = sorted(set(args.only) - known)

@@ -368,3 +368,13 @@ def gone():
         return False
 
     return check
+
+
+@pytest.fixture
+def own_methods(monkeypatch):
+    """What a test registers is forgotten afterwards."""
+    from verl.config import methods
+
+    methods.methods(methods.ADV_ESTIMATOR)  # the built-in ones are loaded
+    monkeypatch.setattr(methods, "_tables", {key: dict(table) for key, table in methods._tables.items()})
+    monkeypatch.setattr(methods, "_sections", dict(methods._sections))

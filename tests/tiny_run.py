@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -37,3 +38,18 @@ def untimed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     these."""
     others = ("timing", "perf/", "findings")
     return [{name: value for name, value in row.items() if not name.startswith(others)} for row in rows]
+
+
+def own_methods(data: Path, folder: Path) -> list[str]:
+    """Keys that train with the plug-in tests/own_methods.py, a file, on rows that have the column it needs."""
+    plugin = shutil.copy(Path(__file__).with_name("own_methods.py"), folder / "mine.py")
+    rows = [json.loads(line) for line in (data / "train.jsonl").read_text().splitlines()]
+    weighted = [json.dumps({**row, "weight": 1 + number % 2}) + "\n" for number, row in enumerate(rows)]
+    (folder / "weighted.jsonl").write_text("".join(weighted))
+    return [
+        f"trainer.plugins=[{plugin}]",
+        f"data.train_files={folder}/weighted.jsonl",
+        "algorithm.adv_estimator=own_estimator",
+        "actor_rollout_ref.actor.policy_loss.loss_mode=own_loss",
+        "actor_rollout_ref.actor.ppo_epochs=2",
+    ]

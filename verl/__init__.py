@@ -3,6 +3,8 @@
 Importing this package is quick and loads no torch: the public names below are fetched when first used.
 """
 
+# ruff: noqa: F401 - the names are public
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
@@ -14,12 +16,15 @@ _HOMES = {
     "PPOTrainer": "verl.trainer.api",
     "GRPOTrainer": "verl.trainer.api",
     "Session": "verl.trainer.session",
+    "register_adv_est": "verl.config.methods",
+    "register_policy_loss": "verl.config.methods",
     "TrainingConfig": "verl.trainer.api",
 }
 
-__all__ = ["DataProto", "GRPOTrainer", "PPOTrainer", "Session", "TrainingConfig", "__version__"]
+__all__ = ["__version__", *_HOMES]
 
 if TYPE_CHECKING:
+    from verl.config.methods import register_adv_est, register_policy_loss
     from verl.data.proto import DataProto
     from verl.trainer.api import GRPOTrainer, PPOTrainer, TrainingConfig
     from verl.trainer.session import Session

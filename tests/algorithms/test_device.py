@@ -12,10 +12,11 @@ from verl.algorithms import (
     get_policy_loss_fn,
     get_policy_loss_prepare,
     pf_ppo_indices,
-    policy_loss_names,
 )
-from verl.config import known
+from verl.config.methods import POLICY_LOSS, builtin_names
 from verl.config.schema import ActorConfig, PolicyLossConfig, RolloutCorrectionConfig
+
+TOKEN_LOSSES = builtin_names(POLICY_LOSS, lambda method: not method.whole_groups)
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device at hand")
 CONFIG = ActorConfig(policy_loss=PolicyLossConfig(clip_cov_ratio=0.1, clip_cov_lb=-1.0, kl_cov_ratio=0.1))
@@ -51,7 +52,7 @@ def test_estimators(name, make_batch):
     torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", [name for name in policy_loss_names() if name not in known.GROUP_LOSSES])
+@pytest.mark.parametrize("name", TOKEN_LOSSES)
 def test_losses(name, make_batch):
     results = []
     for device in ("cpu", "cuda"):

@@ -20,13 +20,15 @@ from verl.algorithms import (
 from verl.algorithms.pairs import data_pairs, reward_pairs, win_rates
 from verl.algorithms.preference import Answers, PairSettings, pair_terms
 from verl.config import known
+from verl.config.methods import POLICY_LOSS, builtin_names
 from verl.config.schema import ActorConfig, PolicyLossConfig
 from verl.data.proto import DataProto
 from verl.errors import ConfigError
 from verl.workers.roles import LossConfig
 from verl.workers.shard_batch import pad_rows
 
-PAIRED = known.ONLINE_PAIR_LOSSES
+PAIRED = builtin_names(POLICY_LOSS, lambda method: "ref_log_prob" in method.needs)
+GROUPED = builtin_names(POLICY_LOSS, lambda method: method.whole_groups)
 
 
 def config(loss, **settings):
@@ -108,7 +110,7 @@ def pairwise_loss(loss, batch, cfg, leaf):
 CASES = [
     (loss, name, pairing)
     for loss in PAIRED
-    for name in known.REFERENCE_PAIR_LOSSES
+    for name in ("dpo", "ipo", "hinge", "robust")
     for pairing in (known.PAIRINGS if loss == "online_dpo" else ("best_worst",))
 ]
 
@@ -128,7 +130,7 @@ def test_the_additive_form_has_value_and_gradient_of_the_pairwise_loss(loss, nam
         assert bool(gradient.any())
 
 
-@pytest.mark.parametrize("loss", known.GROUP_LOSSES)
+@pytest.mark.parametrize("loss", GROUPED)
 def test_neither_micro_batches_nor_ranks_nor_padding_change_anything(loss, make_batch):
     """Two ranks of several micro-batches each, filled up with copies of the first row that have no tokens."""
     cfg = config(loss, pairs="all")
@@ -167,7 +169,7 @@ def test_neither_micro_batches_nor_ranks_nor_padding_change_anything(loss, make_
 
 
 @pytest.mark.parametrize("pairing", known.PAIRINGS)
-@pytest.mark.parametrize("loss", known.GROUP_LOSSES)
+@pytest.mark.parametrize("loss", GROUPED)
 def test_the_order_of_rows_does_not_matter(loss, pairing, make_batch):
     cfg, batch = config(loss, pairs=pairing), make_batch(5, rows=16)
     rewards = torch.zeros_like(batch.rewards)
@@ -337,7 +339,7 @@ def test_spins_margin_falls_to_0_as_the_policy_becomes_the_data():
     assert float(logits.detach().softmax(-1)[2]) > 0.95
 
 
-@pytest.mark.parametrize("loss", known.GROUP_LOSSES)
+@pytest.mark.parametrize("loss", GROUPED)
 def test_a_call_without_the_whole_mini_batch_says_what_is_missing(loss):
     batch = answers([1.0, 0.0], "aa")
     with pytest.raises(ConfigError, match=f"loss_mode={loss} compares the responses.*prepare hook"):

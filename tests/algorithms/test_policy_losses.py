@@ -12,13 +12,12 @@ from verl.algorithms import (
     LOSS_AGG_MODES,
     get_policy_loss_fn,
     get_policy_loss_prepare,
-    policy_loss_names,
 )
-from verl.config import known
+from verl.config.methods import POLICY_LOSS, builtin_names
 from verl.config.schema import ActorConfig, PolicyLossConfig
 from verl.errors import ConfigError
 
-LOSSES = [name for name in policy_loss_names() if name not in known.GROUP_LOSSES]
+LOSSES = builtin_names(POLICY_LOSS, lambda method: not method.whole_groups)
 SEQUENCE_LOSSES = ("gspo", "sapo")  # their aggregation is part of the method
 LOW, HIGH, BOUND = 0.15, 0.3, 1.6
 CONFIG = ActorConfig(

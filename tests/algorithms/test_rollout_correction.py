@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.algorithms import batch_counts, compute_rollout_correction, rollout_probs_diff_metrics
-from verl.algorithms.rollout_correction import REJECTION_RULES
 from verl.config.known import ROLLOUT_RS
 from verl.config.schema import RolloutCorrectionConfig
 from verl.errors import ConfigError
@@ -91,7 +90,7 @@ def kept_by_hand(rule, row, low, high):
     return dict.fromkeys(values, verdict() if values else True)
 
 
-@pytest.mark.parametrize("rule", REJECTION_RULES)
+@pytest.mark.parametrize("rule", ROLLOUT_RS)
 def test_each_rejection_rule_agrees_with_plain_loops(rule, make_batch):
     low, high, text = (0.8, 1.25, "1.25") if rule.endswith("k1") else (0.0, 0.08, "0.08")
     kept_somewhere = rejected_somewhere = False
@@ -174,10 +173,8 @@ def test_equal_policies_need_no_correction(seed, make_batch):
     weights, mask, metrics = correct(
         batch,
         rollout_is="sequence",
-        rollout_rs=",".join(REJECTION_RULES),
-        rollout_rs_threshold=",".join(
-            ["1.001" if rule.endswith("k1") else "0.001" for rule in REJECTION_RULES]
-        ),
+        rollout_rs=",".join(ROLLOUT_RS),
+        rollout_rs_threshold=",".join(["1.001" if rule.endswith("k1") else "0.001" for rule in ROLLOUT_RS]),
     )
     assert torch.equal(mask, batch.mask) and torch.equal(weights, batch.mask.double())
     assert metrics["rollout_corr/kl"] == 0 and metrics["rollout_corr/eff_sample_size"] == pytest.approx(1)
@@ -221,10 +218,6 @@ def test_settings_that_cannot_work_are_named(config, text, make_batch):
         correct(make_batch(0), **config)
 
 
-def test_rules_are_those_the_config_allows():
-    assert REJECTION_RULES == ROLLOUT_RS
-
-
 def test_plain_namespace_is_enough_of_a_config(make_batch):
     batch = make_batch(0)
     weights, _, _ = compute_rollout_correction(batch.old, batch.rollout, batch.mask, SimpleNamespace())
@@ -240,7 +233,7 @@ def test_log_ratios_are_bounded_by_twenty(level):
     assert weights.log().tolist() == [pytest.approx(wanted)]
 
 
-@pytest.mark.parametrize("rule", [name for name in REJECTION_RULES if not name.endswith("k1")])
+@pytest.mark.parametrize("rule", [name for name in ROLLOUT_RS if not name.endswith("k1")])
 def test_padding_never_rejects_a_sequence(rule, make_batch):
     """With a lower bound above 0, a masked position counted as 'no difference' would."""
     batch = make_batch(1)

@@ -12,8 +12,7 @@ from verl.algorithms import (
     overlong_penalty,
     pf_ppo_indices,
 )
-from verl.algorithms.sampling import FILTER_METRICS, PF_PPO_METHODS, dynamic_sampling_failed, pf_ppo_weights
-from verl.config import known
+from verl.algorithms.sampling import dynamic_sampling_failed, pf_ppo_weights
 from verl.errors import ConfigError
 
 
@@ -107,7 +106,3 @@ def test_pf_ppo_without_preference_draws_everything_alike():
 def test_unknown_reweighting_is_refused():
     with pytest.raises(ConfigError, match="reweight_method='best'.*max_min"):
         pf_ppo_weights(torch.ones(2), "best")
-
-
-def test_names_are_those_the_config_allows():
-    assert (FILTER_METRICS, PF_PPO_METHODS) == (known.FILTER_METRICS, known.PF_PPO_METHODS)

@@ -19,15 +19,16 @@ from verl.algorithms import (
     get_policy_loss_prepare,
     kl_penalty,
     loss_denominators,
-    policy_loss_names,
 )
-from verl.config import known
+from verl.config.methods import POLICY_LOSS, builtin_names
 from verl.config.schema import ActorConfig, PolicyLossConfig
 
 ROWS, WIDTH = 12, 6
 CONFIG = ActorConfig(
     policy_loss=PolicyLossConfig(clip_cov_ratio=0.1, clip_cov_lb=-1.0, clip_cov_ub=2.0, kl_cov_ratio=0.1)
 )
+
+TOKEN_LOSSES = builtin_names(POLICY_LOSS, lambda method: not method.whole_groups)
 
 
 @st.composite
@@ -57,7 +58,7 @@ def counts(batch, dp_size):
     return {**batch_counts(batch.mask), "dp_size": dp_size, "loss_scale_factor": 11}
 
 
-@pytest.mark.parametrize("name", [name for name in policy_loss_names() if name not in known.GROUP_LOSSES])
+@pytest.mark.parametrize("name", TOKEN_LOSSES)
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 @given(ranks=splits(), seed=st.integers(0, 1000))
 @settings(max_examples=8, deadline=None)

@@ -21,15 +21,16 @@ from verl.algorithms import (
     get_policy_loss_fn,
     group_filter_values,
     group_metrics,
-    policy_loss_names,
 )
-from verl.algorithms.rollout_correction import REJECTION_RULES
-from verl.config import known
+from verl.config.known import ROLLOUT_RS
+from verl.config.methods import POLICY_LOSS, builtin_names
 from verl.config.schema import ActorConfig, PolicyLossConfig, RolloutCorrectionConfig
 
 LOSS_CONFIG = ActorConfig(
     policy_loss=PolicyLossConfig(clip_cov_ratio=0.1, clip_cov_lb=-1.0, clip_cov_ub=2.0, kl_cov_ratio=0.1)
 )
+
+TOKEN_LOSSES = builtin_names(POLICY_LOSS, lambda method: not method.whole_groups)
 
 
 def with_tool_tokens(batch: SimpleNamespace, seed: int, *, inside_turns: bool = True):
@@ -90,7 +91,7 @@ def test_advantages_and_returns(name, rows):
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-@pytest.mark.parametrize("name", [name for name in policy_loss_names() if name not in known.GROUP_LOSSES])
+@pytest.mark.parametrize("name", TOKEN_LOSSES)
 def test_policy_losses(name, mode, rows):
     def loss_of(b):
         config = copy.copy(LOSS_CONFIG)
@@ -139,7 +140,7 @@ def test_kl_in_the_reward(rows):
     [
         {"rollout_is": "token", "rollout_is_threshold": 1.2},
         {"rollout_is": "sequence", "rollout_is_batch_normalize": True},
-        *({"rollout_rs": rule, "rollout_rs_threshold": "0.02_1.3"} for rule in REJECTION_RULES),
+        *({"rollout_rs": rule, "rollout_rs_threshold": "0.02_1.3"} for rule in ROLLOUT_RS),
     ],
     ids=lambda config: next(iter(config.values())),
 )

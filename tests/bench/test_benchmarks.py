@@ -24,8 +24,8 @@ from benchmarks import (
     ulysses,
 )
 from benchmarks.planted_lengths import Lengths, PlantedRollout
-from verl.algorithms import adv_estimator_names, policy_loss_names
-from verl.config.known import GROUP_LOSSES
+from verl.algorithms import adv_estimator_names
+from verl.config.methods import POLICY_LOSS, builtin_names
 from verl.rollout.base import Request, SamplingParams
 
 SHORT_STEP = ["--prompts", "4", "--n", "2", "--max-tokens", "4", "--steps", "2", "--warm-up", "1"]
@@ -39,7 +39,9 @@ def test_every_estimator_and_loss_agrees_with_its_loop(capsys):
     rows = {(line[0], line[1]): line for line in lines if line and line[0] in ("estimator", "loss")}
     estimators = {name for name in adv_estimator_names() if not name.endswith("_vectorized")}
     assert {name for kind, name in rows if kind == "estimator"} == estimators
-    assert {name for kind, name in rows if kind == "loss"} == set(policy_loss_names()) - {*GROUP_LOSSES}
+    assert {name for kind, name in rows if kind == "loss"} == set(
+        builtin_names(POLICY_LOSS, lambda method: not method.whole_groups)
+    )
     for row in rows.values():
         assert row[4].endswith("x") and float(row[5]) < 1e-4, row
 

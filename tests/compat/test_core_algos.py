@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from verl.algorithms import get_adv_estimator_fn, get_policy_loss_fn
-from verl.config.known import ESTIMATORS
+from verl.config.methods import ADV_ESTIMATOR, builtin_names
 from verl.config.schema import ActorConfig
 from verl.errors import ConfigError
 from verl.trainer.ppo import core_algos
@@ -124,7 +124,7 @@ def test_losses_are_those_the_trainer_uses() -> None:
 
 
 def test_every_member_of_the_enum_is_an_estimator() -> None:
-    assert {member.value for member in core_algos.AdvantageEstimator} <= set(ESTIMATORS)
+    assert {member.value for member in core_algos.AdvantageEstimator} <= set(builtin_names(ADV_ESTIMATOR))
     assert get_adv_estimator_fn(core_algos.AdvantageEstimator.GRPO) is get_adv_estimator_fn("grpo")
     with pytest.raises(ConfigError, match="registered already"):
         core_algos.register_adv_est(core_algos.AdvantageEstimator.GAE)(lambda: None)

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from verl.algorithms.registry import _adv_estimators
 from verl.config.keys import get, schema_keys
 from verl.config.load import from_dict, load_ppo_config, load_sft_config, to_dict, to_yaml
 from verl.config.schema import PPOConfig, SFTConfig
@@ -287,20 +286,18 @@ def test_a_resume_path_alone_means_to_resume_from_it() -> None:
     assert load("trainer.resume_from_path=x/global_step_3").trainer.resume_mode == "resume_path"
 
 
+@pytest.mark.usefixtures("own_methods")
 def test_plugins_are_imported_and_their_names_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_plugin_for_config.py").write_text(
-        "from verl.algorithms.registry import register_adv_est\n"
+        "from verl.config.methods import register_adv_est\n"
         "@register_adv_est('mine_for_config')\ndef mine(**kwargs): ...\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match="mine_for_config"):
         load("algorithm.adv_estimator=mine_for_config")
-    try:
-        for key in ("trainer.plugins", "actor_rollout_ref.model.external_lib", "critic.model.external_lib"):
-            config = load("algorithm.adv_estimator=mine_for_config", f"{key}=[my_plugin_for_config]")
-            assert config.critic.enable is False
-    finally:
-        _adv_estimators.pop("mine_for_config", None)
+    for key in ("trainer.plugins", "actor_rollout_ref.model.external_lib", "critic.model.external_lib"):
+        config = load("algorithm.adv_estimator=mine_for_config", f"{key}=[my_plugin_for_config]")
+        assert config.critic.enable is False
 
 
 def test_dotted_and_nested_dicts_are_the_same() -> None:

@@ -12,6 +12,7 @@ from verl.config import machine, unused_keys
 from verl.config.checks import check
 from verl.config.keys import schema_keys
 from verl.config.load import from_dict, load_ppo_config, to_dict
+from verl.config.methods import register_policy_loss
 from verl.config.schema import EvaluationConfig, GenerationConfig, PPOConfig, SFTConfig
 from verl.config.unused_keys import TERMS
 
@@ -220,13 +221,9 @@ def test_warnings_are_logged_when_loading(caplog: pytest.LogCaptureFixture) -> N
     ] == ["WARNING"]
 
 
+@pytest.mark.usefixtures("own_methods")
 def test_a_users_own_loss_may_read_any_key() -> None:
-    from verl.algorithms.registry import _policy_losses, register_policy_loss
-
     register_policy_loss("mine_for_unused")(lambda **kwargs: None)
     given = {"actor_rollout_ref.actor.policy_loss.loss_mode": "mine_for_unused"}
     given["actor_rollout_ref.actor.policy_loss.tau_pos"] = 2.0  # type: ignore[assignment]
-    try:
-        assert check(from_dict(PPOConfig, {**BASE, **given}, checked=False)) == []
-    finally:
-        del _policy_losses["mine_for_unused"]
+    assert check(from_dict(PPOConfig, {**BASE, **given}, checked=False)) == []

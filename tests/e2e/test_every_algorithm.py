@@ -7,8 +7,11 @@ import sys
 
 import pytest
 
+from tests.tiny_run import own_methods
 from verl import engines
-from verl.config.known import ESTIMATORS, POLICY_LOSSES
+from verl.config.methods import ADV_ESTIMATOR, POLICY_LOSS, builtin_names
+
+ESTIMATORS, POLICY_LOSSES = builtin_names(ADV_ESTIMATOR), builtin_names(POLICY_LOSS)
 
 ALWAYS = {
     "actor/pg_loss",
@@ -259,3 +262,12 @@ def test_a_registered_training_engine_is_selected_by_strategy(train, tmp_path, m
     )
     check(rows[-1], "actor/kl_loss")
     assert sys.modules["my_strategy"].built == ["actor", "ref"]
+
+
+@pytest.mark.usefixtures("own_methods")
+def test_a_plug_ins_methods_get_the_roles_and_columns_they_need(train, digits_data, tmp_path):
+    """Without a key that turns on a reference, a critic or a greedy response."""
+    keys = [*own_methods(digits_data, tmp_path), "trainer.total_training_steps=2"]
+    rows = train(*keys)
+    check(rows[-1], "actor/distance", "timing_s/ref", "critic/vf_loss", "timing_s/values")
+    assert rows[-1]["actor/distance"] > 0, "the policy has left the reference"

@@ -9,6 +9,7 @@ import torch
 
 from verl.algorithms import get_policy_loss_fn, get_policy_loss_prepare
 from verl.config import known
+from verl.config.methods import POLICY_LOSS, builtin_names
 from verl.config.schema import ActorConfig
 
 CUTS = [{"ppo_micro_batch_size_per_gpu": 6}, {"ppo_micro_batch_size_per_gpu": 1}]
@@ -49,8 +50,7 @@ def prepared_batch(tools, loss_mode, section, engine):
     "loss_mode",
     [
         name if name == "vanilla" else pytest.param(name, marks=pytest.mark.slow(seconds=1))
-        for name in known.POLICY_LOSSES
-        if name not in known.GROUP_LOSSES
+        for name in builtin_names(POLICY_LOSS, lambda method: not method.whole_groups)
     ],
 )
 def test_gradient_does_not_depend_on_the_cut(tools, loss_mode, mode):

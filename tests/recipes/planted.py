@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from verl.algorithms import get_kl_controller
-from verl.algorithms.registry import call_with_known, get_policy_loss_prepare
 from verl.config.load import load_ppo_config
+from verl.config.methods import call_with_known, get_policy_loss_prepare
 from verl.config.schema import PPOConfig
 from verl.data.proto import DataProto
 from verl.engines.base import ModelOutput

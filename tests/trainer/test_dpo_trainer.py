@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.scraping import scraped, scraping
-from verl.config import known
 from verl.config.load import load_config
+from verl.config.methods import PREFERENCE_LOSS, builtin_names
 from verl.config.schema import DPOConfig
 from verl.data.write import write_rows
 from verl.demo.model import build_model_folder
@@ -19,7 +19,8 @@ from verl.errors import ConfigError, DataError
 from verl.trainer import dpo_trainer, offline_loop
 from verl.workers.preference import CACHE_FILE, PreferenceRole
 
-LOSSES = known.PREFERENCE_LOSSES
+LOSSES = builtin_names(PREFERENCE_LOSS)
+REFERENCE_FREE = builtin_names(PREFERENCE_LOSS, lambda method: not method.needs)
 
 
 @pytest.fixture(scope="module")
@@ -96,11 +97,11 @@ def test_every_loss_raises_the_margin(model, data, tmp_path, loss):
     assert rows[-1]["val/margin"] > rows[1]["val/margin"]
     assert rows[-1]["val/loss"] < rows[1]["val/loss"]
     assert {"train/loss", "train/accuracy", "train/margin", "val/accuracy"} <= rows[-1].keys()
-    if loss not in known.REFERENCE_FREE_LOSSES:  # the policy starts as its own reference
+    if loss not in REFERENCE_FREE:  # the policy starts as its own reference
         assert rows[0]["train/margin"] == pytest.approx(0.0, abs=1e-5)
         assert rows[0]["train/accuracy"] == 0.5
     assert ("val/kl" in rows[-1]) == ("train/kl" in rows[-1]) == (loss == "kto")
-    assert (result.folder / CACHE_FILE).exists() == (loss not in known.REFERENCE_FREE_LOSSES)
+    assert (result.folder / CACHE_FILE).exists() == (loss not in REFERENCE_FREE)
     assert digest(model) == before
 
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.tiny_run import untimed
+from tests.tiny_run import own_methods, untimed
 
 pytestmark = pytest.mark.components
 
@@ -54,3 +54,13 @@ def test_a_resumed_run_on_two_ranks_has_the_refreshed_reference(train, joined, s
     train(*extra, "trainer.total_training_steps=3", folder="parts")
     parts, _ = train(*extra, folder="parts")
     assert untimed(parts) == untimed(whole)
+
+
+@pytest.mark.usefixtures("own_methods", "joined")
+def test_a_plug_in_gets_its_columns_on_every_rank(train, digits_data, tmp_path):
+    extra = own_methods(digits_data, tmp_path)
+    alone, _ = train(*extra, folder="alone")
+    rows, _ = train(*extra, "trainer.n_gpus_per_node=2", folder="several")
+    for mine, one in zip(rows, alone, strict=True):
+        for name in ("actor/pg_loss", "actor/distance", "critic/vf_loss"):
+            assert mine[name] == pytest.approx(one[name], rel=2e-3, abs=5e-4), name

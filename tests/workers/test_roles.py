@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from verl.algorithms import corrects_rollout
 from verl.config.load import from_dict
+from verl.config.methods import POLICY_LOSS, Method
 from verl.config.schema import PPOConfig
 from verl.config.sections.actor import ActorConfig, CriticConfig
 from verl.data.proto import DataProto, object_column
@@ -18,7 +20,6 @@ from verl.rollout.base import BatchEngine, Response
 from verl.rollout.samples import ResponseStream
 from verl.workers.group import (
     WorkerGroup,
-    corrects_rollout,
     mini_batches,
     needs_critic,
     needs_old_log_probs,
@@ -328,7 +329,7 @@ def test_a_loss_of_ones_own_sees_a_behaviour_policy_without_gradient():
         return -(advantages * (log_prob - old_log_prob).exp() * response_mask).sum(), {}
 
     role = actor()
-    role.policy_loss = plain
+    role.policy_loss = Method("plain", POLICY_LOSS, plain)
     log_prob, advantages = numbers(0).requires_grad_(), numbers(2, -1, 1)
     loss, _ = role.loss(ModelOutput(log_probs=log_prob), micro(advantages=advantages))
     loss.backward()
@@ -363,7 +364,8 @@ def test_draws_of_a_loss_are_keyed_by_update_and_mini_batch(monkeypatch):
     def old_log_probs(self: Any, mini: DataProto, **_: Any) -> DataProto:
         return DataProto.from_dict(tensors={"old_log_probs": torch.zeros(len(mini), 3)})
 
-    monkeypatch.setattr("verl.workers.group.get_policy_loss_prepare", lambda name: prepare)
+    loss = Method("mine", POLICY_LOSS, prepare, prepare=prepare)
+    monkeypatch.setattr("verl.workers.group.policy_loss", lambda name: loss)
     monkeypatch.setattr(Counting, "log_probs", old_log_probs)
     batch = rows_of(8)
     batch.batch |= {"advantages": torch.zeros(8, 3), "old_log_probs": torch.full((8, 3), -1.0)}
@@ -388,7 +390,8 @@ def test_log_probs_of_the_current_weights_are_not_computed_again(monkeypatch, ve
     def current(self: Any, mini: DataProto, **_: Any) -> DataProto:
         return DataProto.from_dict(tensors={"old_log_probs": torch.zeros(len(mini), 3)})
 
-    monkeypatch.setattr("verl.workers.group.get_policy_loss_prepare", lambda name: prepare)
+    loss = Method("mine", POLICY_LOSS, prepare, prepare=prepare)
+    monkeypatch.setattr("verl.workers.group.policy_loss", lambda name: loss)
     monkeypatch.setattr(Counting, "log_probs", current)
     batch = rows_of(8)
     batch.batch |= {"advantages": torch.zeros(8, 3), "old_log_probs": torch.full((8, 3), -1.0)}

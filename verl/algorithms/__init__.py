@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from verl.algorithms.groups import *
     from verl.algorithms.kl import *
     from verl.algorithms.losses import *
-    from verl.algorithms.registry import *
     from verl.algorithms.rollout_correction import *
     from verl.algorithms.sampling import *
     from verl.algorithms.validation import *
+    from verl.config.methods import *
 
 _EXPORTS = {
     "aggregation": "LOSS_AGG_MODES agg_loss batch_counts loss_denominators masked_mean masked_sum masked_var "
@@ -27,20 +27,23 @@ _EXPORTS = {
     "groups": "group_ids group_metrics",
     "kl": "KL_ESTIMATORS AdaptiveKLController FixedKLController apply_kl_penalty get_kl_controller kl_penalty",
     "losses": "compute_value_loss",
-    "registry": "adv_estimator_names call_with_known get_adv_estimator_fn get_policy_loss_fn "
-    "get_policy_loss_prepare policy_loss_names register_adv_est register_policy_loss",
-    "rollout_correction": "compute_rollout_correction rollout_probs_diff_metrics",
+    "rollout_correction": "compute_rollout_correction corrects_rollout rollout_probs_diff_metrics",
     "sampling": "constant_groups group_filter_values mask_overlong overlong_penalty pf_ppo_indices",
     "validation": "best_at_k majority_at_k pass_at_k validation_metrics worst_at_k",
 }
-_MODULE = {name: module for module, names in _EXPORTS.items() for name in names.split()}
+_METHODS = (
+    "adv_estimator_names call_with_known get_adv_estimator_fn get_policy_loss_fn get_policy_loss_prepare "
+    "policy_loss_names register_adv_est register_policy_loss"
+)
+_MODULE = {name: f"{__name__}.{module}" for module, names in _EXPORTS.items() for name in names.split()}
+_MODULE |= dict.fromkeys(_METHODS.split(), "verl.config.methods")
 __all__ = sorted(_MODULE)
 
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULE[name]}"), name)
+    return getattr(importlib.import_module(_MODULE[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -7,21 +7,29 @@ both [B, T] in the rewards' dtype, zero where the mask is 0. Values at masked po
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-import torch
-from torch import Tensor
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from verl.algorithms.aggregation import as_bool, keep, masked_whiten
 from verl.algorithms.groups import Groups, scored_groups, spread
-from verl.algorithms.registry import register_adv_est
+from verl.algorithms.lazy_torch import Tensor, torch
+from verl.config.methods import F, register_adv_est
 from verl.config.schema import AlgorithmConfig
 from verl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from verl.config.schema import PPOConfig
 
 _DEFAULTS = AlgorithmConfig()
 EPSILON = 1e-6
 """Added to the standard deviation of a group before dividing by it."""
+
+
+def _group_estimator(
+    name: str, needs: tuple[str, ...] = (), reads: tuple[str, ...] = (), **declared: Any
+) -> Callable[[F], F]:
+    """Register an estimator that compares the responses to one prompt."""
+    return register_adv_est(name, needs=needs, reads=reads, compares_responses=True, **declared)
 
 
 def _setting(given: Any, config: Any, name: str) -> Any:
@@ -37,7 +45,7 @@ def _need(value: Any, name: str, estimator: str, fix: str) -> Any:
     return value
 
 
-@register_adv_est("gae")
+@register_adv_est("gae", needs=("values",), reads=("gamma", "lam"))
 def gae(
     token_level_rewards: Tensor,
     response_mask: Tensor,
@@ -56,8 +64,8 @@ def gae(
     return masked_whiten(advantages, response_mask), returns
 
 
-@register_adv_est("grpo")
-@register_adv_est("grpo_vectorized")
+@_group_estimator("grpo_vectorized", reads=("norm_adv_by_std_in_grpo",))
+@_group_estimator("grpo", reads=("norm_adv_by_std_in_grpo",))
 def grpo(
     token_level_rewards: Tensor,
     response_mask: Tensor,
@@ -82,7 +90,7 @@ def _group_normalised(scores: Tensor, groups: Groups, by_std: bool, epsilon: flo
     return centred / (groups.std(shifted) + epsilon) if by_std else centred
 
 
-@register_adv_est("grpo_passk")
+@_group_estimator("grpo_passk", reads=("norm_adv_by_std_in_grpo",))
 def grpo_passk(
     token_level_rewards: Tensor,
     response_mask: Tensor,
@@ -106,8 +114,8 @@ def grpo_passk(
     return advantages, advantages
 
 
-@register_adv_est("rloo")
-@register_adv_est("rloo_vectorized")
+@_group_estimator("rloo_vectorized")
+@_group_estimator("rloo")
 def rloo(token_level_rewards: Tensor, response_mask: Tensor, index: Any, **_: Any) -> tuple[Tensor, Tensor]:
     """The score less the mean of the group's other responses."""
     scores, groups = scored_groups(token_level_rewards, response_mask, index)
@@ -116,7 +124,16 @@ def rloo(token_level_rewards: Tensor, response_mask: Tensor, index: Any, **_: An
     return advantages, advantages
 
 
-@register_adv_est("turn_rloo")
+def _turn_rloo_advice(config: PPOConfig) -> list[str]:
+    if config.actor_rollout_ref.rollout.multi_turn.enable:
+        return []
+    return [
+        "'algorithm.adv_estimator'=turn_rloo is the same as rloo without "
+        "actor_rollout_ref.rollout.multi_turn.enable=True"
+    ]
+
+
+@_group_estimator("turn_rloo", advice=_turn_rloo_advice)
 def turn_rloo(
     token_level_rewards: Tensor, response_mask: Tensor, index: Any, **_: Any
 ) -> tuple[Tensor, Tensor]:
@@ -140,7 +157,7 @@ def turn_rloo(
     return keep(advantages, flags), keep(returns, flags)
 
 
-@register_adv_est("opo")
+@_group_estimator("opo")
 def opo(token_level_rewards: Tensor, response_mask: Tensor, index: Any, **_: Any) -> tuple[Tensor, Tensor]:
     """The score less the group's mean weighted by length, the optimal baseline of on-policy REINFORCE."""
     scores, groups = scored_groups(token_level_rewards, response_mask, index)
@@ -151,7 +168,7 @@ def opo(token_level_rewards: Tensor, response_mask: Tensor, index: Any, **_: Any
     return advantages, advantages
 
 
-@register_adv_est("gpg")
+@_group_estimator("gpg")
 def gpg(token_level_rewards: Tensor, response_mask: Tensor, index: Any, **_: Any) -> tuple[Tensor, Tensor]:
     """alpha * (s - group mean); alpha makes up for the sequences whose reward is 0."""
     scores, groups = scored_groups(token_level_rewards, response_mask, index)
@@ -162,7 +179,7 @@ def gpg(token_level_rewards: Tensor, response_mask: Tensor, index: Any, **_: Any
     return advantages, advantages
 
 
-@register_adv_est("reinforce_plus_plus")
+@register_adv_est("reinforce_plus_plus", needs=(), reads=("gamma",))
 def reinforce_plus_plus(
     token_level_rewards: Tensor,
     response_mask: Tensor,
@@ -175,7 +192,7 @@ def reinforce_plus_plus(
     return masked_whiten(returns, response_mask), returns
 
 
-@register_adv_est("reinforce_plus_plus_baseline")
+@_group_estimator("reinforce_plus_plus_baseline")
 def reinforce_plus_plus_baseline(
     token_level_rewards: Tensor, response_mask: Tensor, index: Any, **_: Any
 ) -> tuple[Tensor, Tensor]:
@@ -188,7 +205,7 @@ def reinforce_plus_plus_baseline(
     return advantages, advantages
 
 
-@register_adv_est("remax")
+@register_adv_est("remax", needs=("reward_baselines",), reads=())
 def remax(
     token_level_rewards: Tensor, response_mask: Tensor, reward_baselines: Tensor, **_: Any
 ) -> tuple[Tensor, Tensor]:
@@ -200,7 +217,25 @@ def remax(
     return returns - spread(reward_baselines, response_mask, returns.dtype), returns
 
 
-@register_adv_est("gdpo")
+def _gdpo_errors(config: PPOConfig) -> list[str]:
+    keys, weights = config.algorithm.gdpo_reward_keys, config.algorithm.gdpo_reward_weights
+    lines = []
+    if not keys:
+        lines.append(
+            "'algorithm.adv_estimator' is gdpo; it needs 'algorithm.gdpo_reward_keys', e.g. [accuracy,format]"
+        )
+    if weights and len(weights) != len(keys):
+        lines.append(
+            f"'algorithm.gdpo_reward_weights' has {len(weights)} numbers for {len(keys)} gdpo_reward_keys"
+        )
+    return lines
+
+
+@_group_estimator(
+    "gdpo",
+    reads=("norm_adv_by_std_in_grpo", "gdpo_reward_keys", "gdpo_reward_weights"),
+    check=_gdpo_errors,
+)
 def gdpo(
     token_level_rewards: Tensor,
     response_mask: Tensor,
@@ -244,7 +279,7 @@ def gdpo(
     return advantages, advantages
 
 
-@register_adv_est("optimal_token_baseline")
+@_group_estimator("optimal_token_baseline", needs=("old_log_probs", "sum_pi_squared"))
 def optimal_token_baseline(
     token_level_rewards: Tensor,
     response_mask: Tensor,

@@ -12,18 +12,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-import torch
-from torch import Tensor
-
+from verl.algorithms.lazy_torch import Tensor, torch
+from verl.config.known import LOSS_AGG_MODES as LOSS_AGG_MODES
 from verl.errors import ConfigError, DataError
-
-LOSS_AGG_MODES = (
-    "token-mean",
-    "token-sum",
-    "seq-mean-token-sum",
-    "seq-mean-token-sum-norm",
-    "seq-mean-token-mean",
-)
 
 _bound: ContextVar[Mapping[str, Any] | None] = ContextVar("verl_loss_denominators", default=None)
 
@@ -147,4 +138,4 @@ def agg_loss(
 
 def _at_least_one(count: float | Tensor) -> float | Tensor:
     """A mini-batch without any policy token has loss 0, not 0/0."""
-    return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
+    return count.clamp(min=1) if isinstance(count, torch.Tensor) else max(count, 1)

@@ -6,24 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
-
 from verl.algorithms.aggregation import as_bool, masked_sum
+from verl.algorithms.lazy_torch import Tensor, torch
 from verl.errors import DataError
 
 
 def group_ids(index: Any, device: torch.device | str = "cpu") -> tuple[Tensor, int]:
     """Group numbers 0..G-1 in order of first appearance, [B], and G. `index` is anything with one hashable
     entry per sequence: an object array or list of uids, numbers, a tensor."""
-    if isinstance(index, Tensor):
-        entries: Sequence[Any] = index.tolist()
-    else:
-        entries = index.tolist() if isinstance(index, np.ndarray) else list(index)
+    entries: Sequence[Any] = index.tolist() if hasattr(index, "tolist") else list(index)
     number = {uid: at for at, uid in enumerate(dict.fromkeys(entries))}
-    ids = np.fromiter(map(number.__getitem__, entries), dtype=np.int64, count=len(entries))
-    return torch.from_numpy(ids).to(device), len(number)
+    ids = torch.tensor([number[uid] for uid in entries], dtype=torch.int64)
+    return ids.to(device), len(number)
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from verl.algorithms.aggregation import keep, masked_mean
+from verl.algorithms.lazy_torch import Tensor, torch
+from verl.config.methods import register_correction
 from verl.errors import ConfigError
 
 
@@ -33,7 +32,7 @@ def _k3(x: Tensor) -> Tensor:
 _ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "kl": _k1,
     "k1": _k1,
-    "abs": torch.abs,
+    "abs": lambda x: x.abs(),
     "mse": _k2,
     "k2": _k2,
     "low_var_kl": _k3,
@@ -42,6 +41,11 @@ _ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
 KL_ESTIMATORS = tuple(_ESTIMATORS) + tuple(f"{name}+" for name in _ESTIMATORS)
 
 
+@register_correction(
+    "actor_rollout_ref.actor.use_kl_loss",
+    lambda config: config.actor_rollout_ref.actor.use_kl_loss,
+    needs=("ref_log_prob",),
+)
 def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
     """The KL estimate of every token, in the shape of `logprob`."""
     estimator = _ESTIMATORS.get(kl_penalty.removesuffix("+"))
@@ -58,6 +62,11 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
     return carrier - carrier.detach() + value.detach()
 
 
+@register_correction(
+    "algorithm.use_kl_in_reward",
+    lambda config: config.algorithm.use_kl_in_reward,
+    needs=("old_log_probs", "ref_log_prob"),
+)
 def apply_kl_penalty(
     token_level_scores: Tensor,
     log_prob: Tensor,

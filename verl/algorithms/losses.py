@@ -15,11 +15,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from verl.algorithms.aggregation import agg_loss, as_bool, keep, masked_mean, sequence_mean
-from verl.algorithms.registry import Prepare, register_policy_loss
+from verl.algorithms.lazy_torch import Tensor, no_grad, torch
+from verl.config.methods import Prepare, register_policy_loss
 from verl.config.schema import ActorConfig
 from verl.errors import ConfigError
 
@@ -27,6 +25,7 @@ __all__ = ["compute_value_loss"]
 
 SEQUENCE_MODE = "seq-mean-token-mean"
 _DEFAULTS = ActorConfig()
+_CLIP = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
 
 
 @dataclass
@@ -110,10 +109,17 @@ TokenLoss = Callable[[LossInputs], "tuple[Tensor, dict[str, Tensor]]"]
 
 
 def _policy_loss(
-    name: str, *, clamp: float | None = None, mode: str | None = None, prepare: Prepare | None = None
+    name: str,
+    *,
+    clamp: float | None = None,
+    mode: str | None = None,
+    prepare: Prepare | None = None,
+    reads: tuple[str, ...] = (),
+    **declared: Any,
 ) -> Callable[[TokenLoss], TokenLoss]:
     """Register a loss over `LossInputs` with the keyword signature of registered losses. `clamp` bounds logp - old;
-    `mode` is the aggregation where it is part of the method."""
+    `mode` is the aggregation where it is part of the method; `declared`: as of `register_policy_loss`."""
+    reads = reads if mode else (*reads, "loss_agg_mode")
 
     def decorate(token_loss: TokenLoss) -> TokenLoss:
         @functools.wraps(token_loss)
@@ -141,13 +147,13 @@ def _policy_loss(
             return value, {key: metric.detach() for key, metric in metrics.items()}
 
         del loss.__wrapped__  # type: ignore[attr-defined]  # its signature is the one above
-        register_policy_loss(name, prepare)(loss)
+        register_policy_loss(name, prepare, reads=reads, **declared)(loss)
         return token_loss
 
     return decorate
 
 
-@_policy_loss("vanilla", clamp=20)
+@_policy_loss("vanilla", clamp=20, reads=(*_CLIP, "clip_ratio_c"))
 def vanilla(x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO with separate clip ranges below and above 1 and a bound on the loss of negative advantages (dual clip)."""
     bound = x.setting("clip_ratio_c", above=1)
@@ -162,7 +168,7 @@ def vanilla(x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     return torch.where(negative, torch.minimum(pessimistic, ceiling), pessimistic), metrics
 
 
-@_policy_loss("gspo", mode=SEQUENCE_MODE)
+@_policy_loss("gspo", mode=SEQUENCE_MODE, reads=_CLIP)
 def gspo(x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO on the ratio of whole sequences (geometric mean over tokens); the gradient still reaches every token."""
     log_ratio = x.log_prob - x.log_prob.detach() + sequence_mean(x.delta, x.mask).detach().unsqueeze(-1)
@@ -170,7 +176,7 @@ def gspo(x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     return torch.maximum(plain, clipped), {"actor/pg_clipfrac": x.mean(clipped > plain)}
 
 
-@_policy_loss("sapo", clamp=20, mode=SEQUENCE_MODE)
+@_policy_loss("sapo", clamp=20, mode=SEQUENCE_MODE, reads=("tau_pos", "tau_neg"))
 def sapo(x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     """A smooth gate instead of a clip: its slope is 1 at ratio 1 and fades on both sides."""
     tau_pos = x.setting("tau_pos", above=0)
@@ -179,7 +185,7 @@ def sapo(x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     return -x.advantages * torch.sigmoid(tau * (x.ratio - 1)) * (4 / tau), {}
 
 
-@_policy_loss("cispo")
+@_policy_loss("cispo", reads=_CLIP)
 def cispo(x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     """REINFORCE with clipped importance weights: no token loses its gradient."""
     low, high = x.clip_range
@@ -200,7 +206,7 @@ def _token_covariance(x: LossInputs) -> Tensor:
     return (x.advantages - masked_mean(x.advantages, x.mask)) * (log_prob - masked_mean(log_prob, x.mask))
 
 
-@torch.no_grad()
+@no_grad
 def clip_cov_choice(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -225,7 +231,12 @@ def clip_cov_choice(
     return {"clip_cov_dropped": dropped.view_as(x.mask)}
 
 
-@_policy_loss("clip_cov", clamp=20, prepare=clip_cov_choice)
+@_policy_loss(
+    "clip_cov",
+    clamp=20,
+    prepare=clip_cov_choice,
+    reads=(*_CLIP, "clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "seed"),
+)
 def clip_cov(x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO without a few randomly chosen tokens among those whose log-probability and advantage move together, the
     ones that cost entropy."""
@@ -235,7 +246,7 @@ def clip_cov(x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     return torch.maximum(plain, clipped).masked_fill(dropped, 0), metrics
 
 
-@torch.no_grad()
+@no_grad
 def kl_cov_choice(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -254,7 +265,7 @@ def kl_cov_choice(
     return {"kl_cov_chosen": chosen.view_as(x.mask) & x.mask}
 
 
-@_policy_loss("kl_cov", clamp=20, prepare=kl_cov_choice)
+@_policy_loss("kl_cov", clamp=20, prepare=kl_cov_choice, reads=("kl_cov_ratio", "ppo_kl_coef"))
 def kl_cov(x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     """Unclipped policy gradient with a KL term on the tokens of highest covariance."""
     chosen = x.chosen("kl_cov_chosen")
@@ -262,7 +273,7 @@ def kl_cov(x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     return losses, {"actor/cov_share": x.mean(chosen)}
 
 
-@_policy_loss("geo_mean")
+@_policy_loss("geo_mean", reads=_CLIP)
 def geo_mean(x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     """GMPO: the geometric mean of a sequence's ratios, each token's log-ratio bounded on the side its advantage
     pushes to. The sequence's loss is repeated on each of its tokens, so every aggregation mode applies to it;
@@ -290,13 +301,13 @@ def _within_trust_region(
     return losses, {"actor/pg_clipfrac": x.mean(too_far)}
 
 
-@_policy_loss("dppo_tv")
+@_policy_loss("dppo_tv", reads=(*_CLIP, "clip_ratio_c"))
 def dppo_tv(x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     """A trust region in total variation: clip_ratio_low/high bound how far the token's probability itself moves."""
     return _within_trust_region(x, lambda new, old: (new - old).abs())
 
 
-@_policy_loss("dppo_kl")
+@_policy_loss("dppo_kl", reads=(*_CLIP, "clip_ratio_c"))
 def dppo_kl(x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     """The same in binary KL: between "this token" and "any other" under the old and the new policy."""
 
@@ -307,14 +318,18 @@ def dppo_kl(x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     return _within_trust_region(x, binary_kl)
 
 
-@_policy_loss("dro")
+@_policy_loss("dro", reads=("beta",))
 def dro(x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     """Policy gradient with a quadratic pull towards the behaviour policy."""
     penalty = x.setting("beta", above=0) / 2 * x.delta.square()
     return penalty - x.log_prob * x.advantages, {"actor/dro_penalty": x.mean(penalty)}
 
 
-@_policy_loss("distillation")
+@_policy_loss(
+    "distillation",
+    needs=("teacher_hidden", "teacher_tokens", "teacher_log_probs"),  # which of them: teacher.top_k
+    reads_advantages=False,
+)
 def distillation(x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     """The KL between the policy and a teacher at every token the policy produced; rewards and advantages are unused."""
     if x.kl is None:

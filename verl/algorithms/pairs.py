@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from verl.algorithms.groups import group_ids
+from verl.algorithms.lazy_torch import Tensor, torch
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-from torch import Tensor
-from torch.nn.functional import logsigmoid
-
-from verl.config.known import REFERENCE_FREE_LOSSES
+from verl.algorithms.lazy_torch import Tensor, torch
+from verl.config.methods import PREFERENCE_LOSS, Method, find_method, register_preference_loss
 
 
 @dataclass(frozen=True)
@@ -79,46 +76,56 @@ def rounding_of(log_prob: Tensor) -> Tensor:
     return log_prob.detach().abs() * torch.finfo(torch.float32).eps
 
 
-PairLoss = Callable[[Answers, Answers, PairSettings], Tensor]
+_REFERENCE = ("ref_log_prob",)
+
+
+def _log_sigmoid(z: Tensor) -> Tensor:
+    return torch.nn.functional.logsigmoid(z)
 
 
 def _smoothed(z: Tensor, smoothing: float) -> Tensor:
     """-log sigmoid(z), with the share `smoothing` of the labels taken as wrong."""
-    return -(1 - smoothing) * logsigmoid(z) - smoothing * logsigmoid(-z)
+    return -(1 - smoothing) * _log_sigmoid(z) - smoothing * _log_sigmoid(-z)
 
 
+@register_preference_loss("dpo", needs=_REFERENCE, reads=("label_smoothing",))
 def dpo(chosen: Answers, rejected: Answers, settings: PairSettings) -> Tensor:
     """-log sigmoid(beta (log-ratio of the chosen - of the rejected)); with label smoothing the conservative form."""
     return _smoothed(settings.beta * (chosen.ratio - rejected.ratio), settings.label_smoothing)
 
 
-def robust(chosen: Answers, rejected: Answers, settings: PairSettings) -> Tensor:
-    """The same, unbiased where the share `label_smoothing` of the labels is flipped."""
-    z, smoothing = settings.beta * (chosen.ratio - rejected.ratio), settings.label_smoothing
-    return (-(1 - smoothing) * logsigmoid(z) + smoothing * logsigmoid(-z)) / (1 - 2 * smoothing)
-
-
+@register_preference_loss("ipo", needs=_REFERENCE)
 def ipo(chosen: Answers, rejected: Answers, settings: PairSettings) -> Tensor:
     """(difference of the mean log-ratios per token - 1 / (2 beta))^2."""
     difference = chosen.ratio / chosen.tokens - rejected.ratio / rejected.tokens
     return (difference - 1 / (2 * settings.beta)).square()
 
 
+@register_preference_loss("hinge", needs=_REFERENCE)
 def hinge(chosen: Answers, rejected: Answers, settings: PairSettings) -> Tensor:
     """max(0, 1 - beta (difference of the log-ratios))."""
     return torch.relu(1 - settings.beta * (chosen.ratio - rejected.ratio))
 
 
+@register_preference_loss("robust", needs=_REFERENCE, reads=("label_smoothing",))
+def robust(chosen: Answers, rejected: Answers, settings: PairSettings) -> Tensor:
+    """The same, unbiased where the share `label_smoothing` of the labels is flipped."""
+    z, smoothing = settings.beta * (chosen.ratio - rejected.ratio), settings.label_smoothing
+    return (-(1 - smoothing) * _log_sigmoid(z) + smoothing * _log_sigmoid(-z)) / (1 - 2 * smoothing)
+
+
+@register_preference_loss("simpo", reads=("label_smoothing", "simpo_gamma"))
 def simpo(chosen: Answers, rejected: Answers, settings: PairSettings) -> Tensor:
     """-log sigmoid(beta (difference of the mean log-probs per token) - gamma); no reference."""
     z = settings.beta * (chosen.mean - rejected.mean) - settings.simpo_gamma
     return _smoothed(z, settings.label_smoothing)
 
 
+@register_preference_loss("orpo")
 def orpo(chosen: Answers, rejected: Answers, settings: PairSettings) -> Tensor:
     """Minus the chosen answer's mean log-probability, minus beta log sigmoid(log of the odds ratio); no reference."""
     odds = chosen.mean - _log1mexp(chosen.mean) - (rejected.mean - _log1mexp(rejected.mean))
-    return -chosen.mean - settings.beta * logsigmoid(odds)
+    return -chosen.mean - settings.beta * _log_sigmoid(odds)
 
 
 def _log1mexp(x: Tensor) -> Tensor:
@@ -130,26 +137,30 @@ def _log1mexp(x: Tensor) -> Tensor:
     return torch.where(near, first, torch.log1p(-torch.exp(torch.where(near, -1.0, x))))
 
 
-PAIR_LOSSES: dict[str, PairLoss] = {
-    "dpo": dpo,
-    "ipo": ipo,
-    "hinge": hinge,
-    "robust": robust,
-    "simpo": simpo,
-    "orpo": orpo,
-}
+def preference_loss(name: str) -> Method:
+    """The loss `algorithm.loss` names."""
+    method = find_method(PREFERENCE_LOSS, name)
+    assert method is not None, name
+    return method
 
 
 def pair_terms(name: str, chosen: Answers, rejected: Answers, settings: PairSettings) -> PairTerms:
     """The loss of each pair, and the rewards it implies: beta times the log-ratio to the reference, of losses without
     one beta times the mean log-probability."""
-    loss, free = PAIR_LOSSES[name](chosen, rejected, settings), name in REFERENCE_FREE_LOSSES
+    method = preference_loss(name)
+    loss, free = method.function(chosen, rejected, settings), not method.needs
     both = (chosen, rejected)
     rewards = [settings.beta * (each.mean if free else each.ratio).detach() for each in both]
     rounding = [settings.beta * rounding_of(each.mean if free else each.log_prob) for each in both]
     return PairTerms(loss, rewards[0], rewards[1], rounding[0] + rounding[1])
 
 
+@register_preference_loss(
+    "kto",
+    needs=_REFERENCE,
+    reads=("desirable_weight", "undesirable_weight"),
+    compares_responses=False,
+)
 def kto_loss(answers: Answers, desirable: Tensor, kl: Tensor | float, settings: PairSettings) -> Tensor:
     """Of each answer: weight (1 - sigmoid(beta (log-ratio - kl))), mirrored for undesirable ones. `kl` [] is the
     batch's estimate of the KL to the reference, from answers to other prompts (`kto_kl`)."""
@@ -180,7 +191,7 @@ def pair_weights(
 
     def loss(first: Tensor, second: Tensor) -> Tensor:
         sides = (replace(chosen, log_prob=first), replace(rejected, log_prob=second))
-        return PAIR_LOSSES[name](*sides, settings)
+        return preference_loss(name).function(*sides, settings)
 
     _, (up, down) = row_weights([chosen.log_prob, rejected.log_prob], loss)
     with torch.no_grad():

@@ -7,19 +7,20 @@ responses of a pair need not be in one micro-batch, or on one rank.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from verl.algorithms.aggregation import agg_loss, as_bool, keep, masked_mean, masked_sum
+from verl.algorithms.lazy_torch import Tensor, no_grad, torch
 from verl.algorithms.pairs import Pairs, data_pairs, reward_pairs, win_rates
 from verl.algorithms.preference import Answers, PairSettings, additive_loss, pair_weights
-from verl.algorithms.registry import register_policy_loss
 from verl.algorithms.sessions import Sessions
+from verl.config.methods import POLICY_LOSS, register_policy_loss
 from verl.config.schema import PolicyLossConfig
 from verl.errors import ConfigError
 from verl.observe.metrics import Metric
+
+if TYPE_CHECKING:
+    from verl.config.schema import PPOConfig
 
 _METRICS = ("margin", "accuracy", "pairs", "tied_pairs", "tied_groups")
 
@@ -99,7 +100,7 @@ def _pair_shares(
     }
 
 
-@torch.no_grad()
+@no_grad
 def online_dpo_pairs(log_prob: Tensor, response_mask: Tensor, config: Any, batch: Any) -> dict[str, Tensor]:
     """Pairs by reward, within the responses to each prompt."""
     responses = _Responses(batch, response_mask)
@@ -107,7 +108,7 @@ def online_dpo_pairs(log_prob: Tensor, response_mask: Tensor, config: Any, batch
     return _pair_shares(pairs, responses, log_prob, batch, config)
 
 
-@torch.no_grad()
+@no_grad
 def spin_pairs(log_prob: Tensor, response_mask: Tensor, config: Any, batch: Any) -> dict[str, Tensor]:
     """The data's answer against each of the policy's own."""
     if "from_data" not in batch.batch:
@@ -143,7 +144,31 @@ def _pair_loss(
     return loss, {f"actor/{key}": Metric(mine[key].sum(), "sum") for key in _METRICS}
 
 
-@register_policy_loss("online_dpo", prepare=online_dpo_pairs)
+def _group_errors(config: PPOConfig) -> list[str]:
+    """What needs token losses."""
+    name = config.actor_rollout_ref.actor.policy_loss.loss_mode
+    weights = config.algorithm.rollout_correction.rollout_is
+    if not weights:
+        return []
+    return [
+        f"'algorithm.rollout_correction.rollout_is' is {weights}, but {POLICY_LOSS}={name} has no token losses to "
+        "weigh; leave it out"
+    ]
+
+
+_PAIRED = ("beta", "pair_loss", "label_smoothing")
+
+
+@register_policy_loss(
+    "online_dpo",
+    prepare=online_dpo_pairs,
+    needs=("ref_log_prob",),
+    reads=(*_PAIRED, "pairs"),
+    whole_groups=True,
+    compares_responses=True,
+    reads_advantages=False,
+    check=_group_errors,
+)
 def online_dpo(
     log_prob: Tensor,
     response_mask: Tensor,
@@ -156,7 +181,35 @@ def online_dpo(
     return _pair_loss("online_dpo", log_prob, response_mask, config, prepared)
 
 
-@register_policy_loss("spin", prepare=spin_pairs)
+def _spin_errors(config: PPOConfig) -> list[str]:
+    """What is defined for sampled responses only."""
+    policy, algorithm = config.actor_rollout_ref, config.algorithm
+    correction = algorithm.rollout_correction
+    unfit = {
+        "actor_rollout_ref.rollout.multi_turn.enable": policy.rollout.multi_turn.enable,
+        "actor_rollout_ref.actor.use_kl_loss": policy.actor.use_kl_loss,
+        "algorithm.use_kl_in_reward": algorithm.use_kl_in_reward,
+        "algorithm.filter_groups.enable": algorithm.filter_groups.enable,
+        "algorithm.rollout_correction.bypass_mode": correction.bypass_mode,
+        "algorithm.rollout_correction.rollout_rs": correction.rollout_rs,
+    }
+    return _group_errors(config) + [
+        f"'{name}' is {value}, but {POLICY_LOSS}=spin also trains on the data's answers, which were not sampled; leave "
+        "it out"
+        for name, value in unfit.items()
+        if value
+    ]
+
+
+@register_policy_loss(
+    "spin",
+    prepare=spin_pairs,
+    needs=("ref_log_prob", "from_data", "old_log_probs"),
+    reads=_PAIRED,
+    whole_groups=True,
+    reads_advantages=False,
+    check=_spin_errors,
+)
 def spin(
     log_prob: Tensor,
     response_mask: Tensor,
@@ -168,7 +221,7 @@ def spin(
     return _pair_loss("spin", log_prob, response_mask, config, prepared)
 
 
-@torch.no_grad()
+@no_grad
 def sppo_targets(response_mask: Tensor, config: Any, batch: Any) -> dict[str, Tensor]:
     """`target` [B]: sppo_eta (win rate - 1/2)."""
     responses = _Responses(batch, response_mask)
@@ -176,7 +229,26 @@ def sppo_targets(response_mask: Tensor, config: Any, batch: Any) -> dict[str, Te
     return {"target": responses.every_row(_settings(config).sppo_eta * (rates - 0.5))}
 
 
-@register_policy_loss("sppo", prepare=sppo_targets)
+def _sppo_errors(config: PPOConfig) -> list[str]:
+    multi_turn = config.actor_rollout_ref.rollout.multi_turn
+    if not (multi_turn.enable and multi_turn.history == "split"):
+        return _group_errors(config)
+    return [
+        *_group_errors(config),
+        f"'actor_rollout_ref.rollout.multi_turn.history' is split, but {POLICY_LOSS}=sppo needs a response in one row; "
+        "set it to append",
+    ]
+
+
+@register_policy_loss(
+    "sppo",
+    prepare=sppo_targets,
+    reads=("sppo_eta", "loss_agg_mode"),
+    whole_groups=True,
+    compares_responses=True,
+    reads_advantages=False,
+    check=_sppo_errors,
+)
 def sppo(
     old_log_prob: Tensor,
     log_prob: Tensor,

@@ -7,19 +7,31 @@ mini-batch is cut.
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from verl.algorithms.advantages import _need, rewards_to_go
 from verl.algorithms.aggregation import as_bool, keep, masked_whiten, sequence_mean
 from verl.algorithms.groups import scored_groups, spread
-from verl.algorithms.registry import register_adv_est
+from verl.algorithms.lazy_torch import Tensor, torch
+from verl.config.methods import register_adv_est
 from verl.config.sections.algorithm import PRIMEConfig
 
+if TYPE_CHECKING:
+    from verl.config.schema import PPOConfig
 
-@register_adv_est("prime")
+
+def _prime_errors(config: PPOConfig) -> list[str]:
+    multi_turn = config.actor_rollout_ref.rollout.multi_turn
+    if not (multi_turn.enable and multi_turn.history == "split"):
+        return []
+    return [
+        "'algorithm.adv_estimator' is prime, but actor_rollout_ref.rollout.multi_turn.history=split makes several rows "
+        "of a response, and its reward model judges a response as one row; use history=append if the chat template "
+        "allows it, or turn_rloo"
+    ]
+
+
+@register_adv_est("prime", needs=("process_rewards",), reads=(), compares_responses=True, check=_prime_errors)
 def prime(
     token_level_rewards: Tensor,
     response_mask: Tensor,

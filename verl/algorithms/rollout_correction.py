@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from verl.algorithms.aggregation import as_bool, keep, masked_mean, sequence_mean
+from verl.algorithms.lazy_torch import Tensor, torch
+from verl.config.known import ROLLOUT_RS
+from verl.config.methods import register_correction
 from verl.errors import ConfigError
 
+if TYPE_CHECKING:
+    from verl.config.schema import PPOConfig
+
 SECTION = "algorithm.rollout_correction"
-LEVELS = ("token", "seq_sum", "seq_mean", "seq_max")
-REJECTION_RULES = tuple(f"{level}_{k}" for level in LEVELS for k in ("k1", "k2", "k3"))
 LOG_BOUND = 20.0
 
 
@@ -50,10 +51,10 @@ def _rules(config: Any) -> list[tuple[str, Bounds]]:
     if not text:
         return []
     names = [name.strip() for name in str(text).split(",") if name.strip()]
-    unknown = [name for name in names if name not in REJECTION_RULES]
+    unknown = [name for name in names if name not in ROLLOUT_RS]
     if unknown:
         raise ConfigError(
-            f"{SECTION}.rollout_rs names {', '.join(unknown)}; allowed, comma separated: {', '.join(REJECTION_RULES)}"
+            f"{SECTION}.rollout_rs names {', '.join(unknown)}; allowed, comma separated: {', '.join(ROLLOUT_RS)}"
         )
     threshold = getattr(config, "rollout_rs_threshold", None)
     if threshold is None:
@@ -145,6 +146,13 @@ def _mean(values: Tensor, mask: Tensor) -> float:
     return float(masked_mean(values, mask))
 
 
+def corrects_rollout(config: PPOConfig) -> bool:
+    """In bypass mode there is nothing to correct: the update's own ratio is taken to the rollout policy."""
+    correction = config.algorithm.rollout_correction
+    return not correction.bypass_mode and bool(correction.rollout_is or correction.rollout_rs)
+
+
+@register_correction(SECTION, corrects_rollout, needs=("old_log_probs", "rollout_log_probs"))
 def compute_rollout_correction(
     old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, config: Any
 ) -> tuple[Tensor | None, Tensor, dict[str, float]]:

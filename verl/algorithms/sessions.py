@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from verl.algorithms.aggregation import as_bool
 from verl.algorithms.groups import group_ids
+from verl.algorithms.lazy_torch import Tensor, torch
 
 
 class Sessions:

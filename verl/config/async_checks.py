@@ -8,6 +8,7 @@ import math
 from verl.config.batch_math import BatchPlan
 from verl.config.capabilities import engine_spec
 from verl.config.known import POOL_ASYNC_MODES
+from verl.config.methods import methods_of
 from verl.config.parallelism import ROLLOUT, engine_size, rollout_pool
 from verl.config.schema import PPOConfig
 
@@ -97,12 +98,13 @@ def _correction_errors(config: PPOConfig) -> list[str]:
 
 def _group_errors(config: PPOConfig) -> list[str]:
     mode, lines = config.trainer.async_training.mode, []
-    if config.algorithm.adv_estimator == "remax":
-        lines.append(
-            f"'algorithm.adv_estimator' is remax, which needs a greedy response by the weights that drew the samples; "
-            f"{SECTION}.mode={mode} does not keep them; set "
-            f"algorithm.adv_estimator=rloo (with {ROLLOUT}.n=2 or more), or {SECTION}.mode=off"
-        )
+    for method in methods_of(config):
+        if "reward_baselines" in method.needs:
+            lines.append(
+                f"'{method.key}' is {method.name}, which needs a greedy response by the weights that drew the samples; "
+                f"{SECTION}.mode={mode} does not keep them; set "
+                f"algorithm.adv_estimator=rloo (with {ROLLOUT}.n=2 or more), or {SECTION}.mode=off"
+            )
     if config.algorithm.filter_groups.enable:
         lines.append(
             f"'algorithm.filter_groups.enable' is True, which draws more prompts in the middle of a step, but "

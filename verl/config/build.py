@@ -27,8 +27,8 @@ from verl.config.keys import (
     to_dict,
     trl_names,
 )
-from verl.config.known import CRITIC_ESTIMATORS, MODEL_DTYPES, RELATED_KEYS, ROLLOUT_DTYPES
-from verl.config.methods import plugin_sections
+from verl.config.known import MODEL_DTYPES, RELATED_KEYS, ROLLOUT_DTYPES
+from verl.config.methods import needed_columns, plugin_sections
 from verl.config.parallelism import divisors
 from verl.config.schema import AnyConfig, GenerationConfig, OfflineConfig, PPOConfig
 
@@ -319,7 +319,7 @@ def _ppo(config: PPOConfig) -> None:
                 if f"{role}.model.{name}" not in config.user_set:
                     setattr(model, name, getattr(policy.model, name))
     if critic.enable is None:
-        critic.enable = config.algorithm.adv_estimator in CRITIC_ESTIMATORS
+        critic.enable = "values" in needed_columns(config)
     _validation_sampling(config)
     ahead = config.trainer.async_training
     if ahead.mode != "off" and ahead.staleness is None:

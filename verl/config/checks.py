@@ -14,9 +14,17 @@ from typing import Any
 from verl.config import known
 from verl.config.async_checks import async_errors
 from verl.config.capabilities import strategy_spec
-from verl.config.group_loss_checks import group_loss_errors, reference_errors
 from verl.config.keys import Key, get, schema_keys, sections
-from verl.config.layout_checks import layout_errors
+from verl.config.layout_checks import layout_errors, reference_errors
+from verl.config.methods import (
+    ADV_ESTIMATOR,
+    POLICY_LOSS,
+    PREFERENCE_LOSS,
+    find_method,
+    methods,
+    methods_of,
+    needed_columns,
+)
 from verl.config.parallelism import ROLLOUT, closest, divisors, sharing_errors
 from verl.config.plan import RunPlan
 from verl.config.recipes import recipe_names
@@ -36,8 +44,8 @@ from verl.errors import ConfigError
 
 # Where user-registered names are found. A plug-in has imported its registry; one not imported holds nothing.
 _REGISTRIES = {
-    "adv_est": ("verl.algorithms.registry", "adv_estimator_names"),
-    "policy_loss": ("verl.algorithms.registry", "policy_loss_names"),
+    "adv_est": ("verl.config.methods", "adv_estimator_names"),
+    "policy_loss": ("verl.config.methods", "policy_loss_names"),
     "rollout": ("verl.rollout", "known_rollouts"),
     "strategy": ("verl.engines", "known_strategies"),
     "reward_manager": ("verl.reward.managers", "known_reward_managers"),
@@ -125,13 +133,13 @@ def _registered(key: Key) -> list[str]:
 
 def _meant(key: Key, value: str, names: list[str]) -> str:
     """What a wrong value was probably meant to be."""
-    if key.last == "adv_estimator" and value in known.POLICY_LOSSES:
-        return f" {value} is a policy loss: set actor_rollout_ref.actor.policy_loss.loss_mode={value}"
-    if key.last == "loss_mode" and value in known.ESTIMATORS:
-        return f" {value} is an advantage estimator: set algorithm.adv_estimator={value}"
+    if key.last == "adv_estimator" and find_method(POLICY_LOSS, value):
+        return f" {value} is a policy loss: set {POLICY_LOSS}={value}"
+    if key.last == "loss_mode" and find_method(ADV_ESTIMATOR, value):
+        return f" {value} is an advantage estimator: set {ADV_ESTIMATOR}={value}"
     if key.last in ("adv_estimator", "loss_mode") and value in recipe_names():
         return f" {value} is a recipe: give recipe={value} instead"
-    if key.last in ("adv_estimator", "loss_mode") and value in known.PREFERENCE_LOSSES:
+    if key.last in ("adv_estimator", "loss_mode") and find_method(PREFERENCE_LOSS, value):
         online = " With a reward instead of pairs: recipe=online_dpo" if value == "dpo" else ""
         return f" {value} learns from preference pairs: `verl dpo algorithm.loss={value}`.{online}"
     close = difflib.get_close_matches(value, names, 1)
@@ -185,32 +193,35 @@ def _offline_errors(config: OfflineConfig, plan: RunPlan) -> list[str]:
 
 def _reference_errors(config: DPOConfig) -> list[str]:
     loss = config.algorithm.loss
-    if loss in known.REFERENCE_FREE_LOSSES or config.algorithm.cache_reference or config.model.lora_rank:
+    method = find_method(PREFERENCE_LOSS, loss)
+    if method is None or not method.needs or config.algorithm.cache_reference or config.model.lora_rank:
         return []
+    free = " or ".join(method.name for method in methods(PREFERENCE_LOSS) if not method.needs)
     return [
         f"'algorithm.cache_reference' is False, but there is no reference for algorithm.loss={loss}: without LoRA "
-        "(model.lora_rank) the model cannot be its own reference while it trains; leave the key out, or use simpo or "
-        "orpo, which need none"
+        f"(model.lora_rank) the model cannot be its own reference while it trains; leave the key out, or use {free}, "
+        "which need none"
     ]
 
 
 def _ppo_errors(config: PPOConfig, plan: RunPlan) -> list[str]:
-    policy, trainer, estimator = config.actor_rollout_ref, config.trainer, config.algorithm.adv_estimator
+    policy, trainer = config.actor_rollout_ref, config.trainer
     errors = _length_errors(config, ROLLOUT) + sharing_errors(config) + _correction_errors(config)
+    of_values = [method for method in methods_of(config) if "values" in method.needs]
     errors += teacher_errors(config) or layout_errors(plan)
     errors += _shard_errors("actor_rollout_ref.actor", policy.actor, plan.world_size)
     if config.critic.enable:
         errors += _shard_errors("critic", config.critic, plan.world_size)
-    elif estimator in known.CRITIC_ESTIMATORS:
+    elif of_values:
         errors.append(
-            f"'critic.enable' is False, but algorithm.adv_estimator={estimator} needs a critic; leave it out, or use "
-            f"an estimator without one, e.g. grpo with {ROLLOUT}.n=8"
+            f"'critic.enable' is False, but {of_values[0].setting} needs a critic; leave it out, or use an estimator "
+            f"without one, e.g. grpo with {ROLLOUT}.n=8"
         )
     elif trainer.critic_warmup > 0:
         errors.append(
             f"'trainer.critic_warmup' is {trainer.critic_warmup}, but there is no critic; set it to 0"
         )
-    if estimator == "prime":
+    if "process_rewards" in needed_columns(config):
         errors += _shard_errors("implicit_reward", config.implicit_reward, plan.world_size)
     if trainer.val_only and not config.data.val_files:
         errors.append("'trainer.val_only' is True; it needs data.val_files")
@@ -226,13 +237,16 @@ def _training_errors(config: PPOConfig, plan: RunPlan) -> list[str]:
     """What only a run that trains needs."""
     rollout, algorithm = config.actor_rollout_ref.rollout, config.algorithm
     errors = _batch_errors(config, plan)
-    paired = config.actor_rollout_ref.actor.policy_loss.loss_mode in known.ONLINE_PAIR_LOSSES
-    if rollout.n == 1 and algorithm.adv_estimator in known.GROUP_ESTIMATORS and not paired:
+    comparing = [method for method in methods_of(config) if method.compares_responses]
+    if any(not method.reads_advantages for method in methods_of(config)):
+        comparing = [method for method in comparing if method.key != ADV_ESTIMATOR]
+    for method in comparing if rollout.n == 1 else ():
+        other = ", or use gae or reinforce_plus_plus" if method.key == ADV_ESTIMATOR else ""
         errors.append(
-            f"'{ROLLOUT}.n' is 1, but algorithm.adv_estimator={algorithm.adv_estimator} compares the responses of one "
-            f"prompt; set {ROLLOUT}.n to 2 or more (8 is common), or use gae or reinforce_plus_plus"
+            f"'{ROLLOUT}.n' is 1, but {method.setting} compares the responses to one prompt; set {ROLLOUT}.n to 2 or "
+            f"more (8 is common){other}"
         )
-    elif rollout.n == 1 and algorithm.filter_groups.enable:
+    if rollout.n == 1 and algorithm.filter_groups.enable and not comparing:
         errors.append(
             f"'algorithm.filter_groups.enable' would drop every prompt with {ROLLOUT}.n=1; set {ROLLOUT}.n to 2 or more"
         )
@@ -245,7 +259,8 @@ def _training_errors(config: PPOConfig, plan: RunPlan) -> list[str]:
             f"'{ROLLOUT}.ignore_eos' is True, but turns must end ({ROLLOUT}.multi_turn); set it to False"
         )
     errors += _split_errors(config) + async_errors(config)
-    errors += group_loss_errors(config) + reference_errors(config)
+    errors += [line for method in methods_of(config) if method.check for line in method.check(config)]
+    errors += reference_errors(plan)
     # The adaptive weight is multiplied by as little as 1 - 0.2 * sequences / horizon, which must stay above 0.
     control, sequences = algorithm.kl_ctrl, config.data.train_batch_size * rollout.n
     if algorithm.use_kl_in_reward and control.type == "adaptive" and sequences >= 5 * control.horizon:
@@ -257,28 +272,15 @@ def _training_errors(config: PPOConfig, plan: RunPlan) -> list[str]:
 
 
 def _split_errors(config: PPOConfig) -> list[str]:
-    """What takes a batch row by row, before or without joining the turns of a conversation."""
+    """What takes a batch row by row, before joining the turns of a conversation."""
     multi_turn, filtering = config.actor_rollout_ref.rollout.multi_turn, config.algorithm.filter_groups
-    if not multi_turn.enable or multi_turn.history != "split":
+    split = multi_turn.enable and multi_turn.history == "split"
+    if not split or not filtering.enable or filtering.metric != "seq_final_reward":
         return []
-    lines = []
-    why = f"{ROLLOUT}.multi_turn.history=split makes several rows of a response"
-    if config.algorithm.use_pf_ppo:
-        lines.append(
-            f"'algorithm.use_pf_ppo' is True, but {why}; set it to False, or use history=append if the chat template "
-            "allows it"
-        )
-    if config.algorithm.adv_estimator == "prime":
-        lines.append(
-            f"'algorithm.adv_estimator' is prime, but {why}, and its reward model judges a response as one row; use "
-            "history=append if the chat template allows it, or turn_rloo"
-        )
-    if filtering.enable and filtering.metric == "seq_final_reward":
-        lines.append(
-            f"'algorithm.filter_groups.metric' is seq_final_reward, but {why} before the KL is known; set it to "
-            "seq_reward"
-        )
-    return lines
+    return [
+        f"'algorithm.filter_groups.metric' is seq_final_reward, but {ROLLOUT}.multi_turn.history=split makes several "
+        "rows of a response before the KL is known; set it to seq_reward"
+    ]
 
 
 def _batch_errors(config: PPOConfig, plan: RunPlan) -> list[str]:
@@ -289,7 +291,7 @@ def _batch_errors(config: PPOConfig, plan: RunPlan) -> list[str]:
     }
     for name, role, used in (
         ("critic", config.critic, config.critic.enable),
-        ("implicit_reward", config.implicit_reward, config.algorithm.adv_estimator == "prime"),
+        ("implicit_reward", config.implicit_reward, "process_rewards" in needed_columns(config)),
     ):
         if used and f"{name}.ppo_mini_batch_size" in config.user_set:
             minis[f"{name}.ppo_mini_batch_size"] = role.ppo_mini_batch_size

@@ -5,38 +5,13 @@ Tests compare these with the registries of the other packages: a name listed her
 
 from __future__ import annotations
 
-ESTIMATORS = (
-    "gae", "grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline", "remax", "gpg", "gdpo", "optimal_token_baseline",
-    "turn_rloo", "prime",
-)  # fmt: skip
-# Estimators that compare the responses of one prompt: with `rollout.n=1` they can only give 0.
-GROUP_ESTIMATORS = (
-    "grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg", "gdpo",
-    "reinforce_plus_plus_baseline", "optimal_token_baseline", "turn_rloo", "prime",
-)  # fmt: skip
-CRITIC_ESTIMATORS = ("gae",)
 # When an implicit reward model is trained on a batch: before it scores the batch, or after.
 REWARD_UPDATES = ("before", "after")
 
-POLICY_LOSSES = (
-    "vanilla", "gspo", "sapo", "cispo", "gpg", "clip_cov", "kl_cov", "geo_mean", "dppo_tv", "dppo_kl", "dro",
-    "online_dpo", "spin", "sppo", "distillation",
-)  # fmt: skip
-# Losses that compare the responses to one prompt; those on pairs read neither advantages nor loss_agg_mode.
-GROUP_LOSSES = ("online_dpo", "spin", "sppo")
-ONLINE_PAIR_LOSSES = ("online_dpo", "spin")
 PAIRINGS = ("best_worst", "all")
-# Losses that read clip_ratio, clip_ratio_low and clip_ratio_high.
-CLIPPING_LOSSES = ("vanilla", "gspo", "cispo", "clip_cov", "geo_mean", "dppo_tv", "dppo_kl")
 LOSS_AGG_MODES = (
     "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean",
 )  # fmt: skip
-# Of pairs of answers; kto is of single ones.
-PAIR_LOSSES = ("dpo", "ipo", "hinge", "robust", "simpo", "orpo")
-PREFERENCE_LOSSES = (*PAIR_LOSSES, "kto")
-REFERENCE_FREE_LOSSES = ("simpo", "orpo")
-REFERENCE_PAIR_LOSSES = tuple(name for name in PAIR_LOSSES if name not in REFERENCE_FREE_LOSSES)
 KL_BASE = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 KL_TYPES = KL_BASE + tuple(f"{name}+" for name in KL_BASE)
 TEACHER_KL = ("reverse", "forward")

@@ -9,9 +9,11 @@ from typing import Any
 
 from verl.config.capabilities import strategy_spec
 from verl.config.keys import get, put
+from verl.config.methods import POLICY_LOSS, builtin_names, needed_columns
 from verl.config.model_path import text_config
 from verl.config.parallelism import ModelRole, bubble_share, closest, divisors, layout_of
 from verl.config.plan import RunPlan
+from verl.config.schema import PPOConfig
 
 _ULYSSES = "ulysses_sequence_parallel_size"
 
@@ -158,3 +160,32 @@ def finer_layouts(plan: RunPlan) -> Iterator[tuple[str, int]]:
             other = RunPlan(changed)
             if not layout_errors(other) and not model_layout_errors(other):
                 yield key, value
+
+
+def reference_errors(plan: RunPlan) -> list[str]:
+    """Of trainer.ref_update_freq."""
+    config = plan.config
+    assert isinstance(config, PPOConfig)
+    every, policy = config.trainer.ref_update_freq, config.actor_rollout_ref
+    if every < 1:
+        return []
+    key = "trainer.ref_update_freq"
+    if "ref_log_prob" not in needed_columns(config):
+        losses = " or ".join(builtin_names(POLICY_LOSS, lambda method: "ref_log_prob" in method.needs))
+        return [
+            f"'{key}' is {every}, but the run has no reference policy; set it to -1, or use one: "
+            f"{POLICY_LOSS}={losses}, actor_rollout_ref.actor.use_kl_loss=True, algorithm.use_kl_in_reward=True"
+        ]
+    actor, ref = policy.actor, policy.ref
+    spec = strategy_spec(actor.strategy)
+    shards = ["fsdp_config.fsdp_size", "fsdp_config.offload_policy"] if spec.full_shards else []
+    alike = all(get(actor, name) == get(ref, name) for name in ("strategy", *shards))
+    if not spec.full_shards:
+        alike = alike and layout_of(actor, plan.world_size) == layout_of(ref, plan.world_size)
+    if alike or policy.model.lora_rank:  # adapters are copied within one engine
+        return []
+    keys = ", ".join(f"actor_rollout_ref.ref.{name}" for name in ("strategy", *(shards or [spec.section])))
+    return [
+        f"'{key}' is {every}: the reference takes over the policy's shards, so both must be split alike; set {keys} "
+        "to what actor_rollout_ref.actor has"
+    ]

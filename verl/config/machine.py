@@ -17,6 +17,7 @@ from pathlib import Path
 
 from verl.config.capabilities import engine_spec, strategy_spec
 from verl.config.known import TRACKER_SERVICES
+from verl.config.methods import needed_columns
 from verl.config.parallelism import model_roles, pools, world_size
 from verl.config.schema import GenerationConfig, OfflineConfig, PPOConfig
 from verl.errors import missing_package
@@ -209,7 +210,7 @@ def needed_packages(config: PPOConfig | OfflineConfig) -> dict[str, str]:
         adapters = {"actor_rollout_ref.model": policy.model.lora_rank}
         if config.critic.enable:
             adapters["critic.model"] = config.critic.model.lora_rank
-        if config.algorithm.adv_estimator == "prime":
+        if "process_rewards" in needed_columns(config):
             adapters["implicit_reward.model"] = config.implicit_reward.model.lora_rank
     else:
         adapters = {"model": config.model.lora_rank}

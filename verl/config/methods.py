@@ -1,15 +1,325 @@
-"""Sections of the config that plug-ins declare."""
+"""Advantage estimators, policy losses, preference losses and corrections, ours and those of plug-ins.
+
+Each is registered where it is written, with what it needs of a run; nothing else compares their names.
+
+Importing this loads no torch, and looking up a method does not either: the modules of `verl.algorithms` are imported at
+the first lookup and import torch when a method is called.
+"""
 
 from __future__ import annotations
 
+import difflib
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
+
+from verl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from verl.config.schema import PPOConfig
+
+AdvEstimator = Callable[..., "tuple[Tensor, Tensor]"]
+"""(token_level_rewards, response_mask, index, config, and what it needs) -> (advantages, returns), each [B, T]."""
+PolicyLoss = Callable[..., "tuple[Tensor, dict[str, Any]]"]
+"""(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights, and what it needs)
+-> (loss, metrics)."""
+Prepare = Callable[..., "dict[str, Tensor]"]
+"""(old_log_prob, log_prob, advantages, response_mask, config, generator, batch), those it has parameters for, of a
+whole mini-batch; `batch` is the mini-batch itself (`ref_log_prob`, `uid`, ...) -> named tensors [B, ...]. A loss
+registered with one gets the rows of its micro-batch back as the keyword `prepared`."""
+Check = Callable[["PPOConfig"], "list[str]"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+ADV_ESTIMATOR = "algorithm.adv_estimator"
+POLICY_LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
+PREFERENCE_LOSS = "algorithm.loss"  # of `verl dpo`
+_CORRECTION = "correction"  # each has a switch of its own
+# The modules with ours, in the order of the names in --help and in the reference.
+_BUILTIN = (
+    "verl.algorithms.advantages",
+    "verl.algorithms.prime",
+    "verl.algorithms.losses",
+    "verl.algorithms.preference_losses",
+    "verl.algorithms.preference",
+    "verl.algorithms.kl",
+    "verl.algorithms.rollout_correction",
+    "verl.algorithms.sampling",
+)
+
+
+@dataclass(frozen=True)
+class Method:
+    """A function and what it needs of a run."""
+
+    name: str
+    key: str
+    """The key of the config that names it, of a correction the one that turns it on."""
+    function: Callable[..., Any]
+    needs: tuple[str, ...] = ()
+    """Columns of the batch beyond those every batch has: of a role (`ref_log_prob`, `values`, `process_rewards`,
+    `teacher_log_probs`), of a separate pass of the policy (`old_log_probs`, `sum_pi_squared`), `reward_baselines` (the
+    score of a greedy response to each prompt), `from_data` (the data's answers are rows of the batch),
+    `rewards_by_key`, or a column of the data that holds numbers. The function gets them by name."""
+    reads: tuple[str, ...] | None = None
+    """Keys that only some methods read; None: not known, so it may be any."""
+    whole_groups: bool = False
+    """The responses to one prompt stay together in a mini-batch."""
+    compares_responses: bool = False
+    """One response to a prompt has nothing to be compared with."""
+    reads_advantages: bool = True
+    prepare: Prepare | None = None
+    config: type | None = None
+    """The dataclass of its section."""
+    check: Check | None = None
+    """Why it cannot run with a config."""
+    advice: Check | None = None
+    """Settings that work with it but rarely do what was meant."""
+    active: Callable[[PPOConfig], bool] | None = None
+    """Of a correction: whether a config uses it."""
+
+    @property
+    def parameters(self) -> Mapping[str, inspect.Parameter]:
+        return inspect.signature(self.function).parameters
+
+    def __call__(self, **available: Any) -> Any:
+        """Call the function with those of `available` it has parameters for."""
+        return call_with_known(self.function, available, self.setting)
+
+    @property
+    def setting(self) -> str:
+        """The key and its value, for messages."""
+        return f"{self.key}={self.name}"
+
+    @property
+    def builtin(self) -> bool:
+        return self.function.__module__ in _BUILTIN
+
+
+class Declared(TypedDict, total=False):
+    """What can be declared of a method, as of `Method`."""
+
+    needs: tuple[str, ...]
+    reads: tuple[str, ...] | None
+    whole_groups: bool
+    compares_responses: bool
+    reads_advantages: bool
+    config: type | None
+    check: Check | None
+    advice: Check | None
+
+
+_tables: dict[str, dict[str, Method]] = {
+    key: {} for key in (ADV_ESTIMATOR, POLICY_LOSS, PREFERENCE_LOSS, _CORRECTION)
+}
 _sections: dict[str, type] = {}
 
 
+def _register(table: str, name: str, declared: Declared, **more: Any) -> Callable[[F], F]:
+    key = name if table == _CORRECTION else table
+
+    def decorate(fn: F) -> F:
+        method, known = Method(name, key, fn, **declared, **more), _tables[table].get(name)
+        if known is not None and _place(known.function) != _place(fn):
+            raise ConfigError(
+                f"{key}={name!r} is registered already, by {_place(known.function)}; rename {_place(fn)}"
+            )
+        _tables[table][name] = method
+        if method.config is not None:
+            register_section(f"{table.rpartition('.')[0]}.{name}", method.config)
+        return fn
+
+    return decorate
+
+
+def _place(function: Callable[..., Any]) -> str:
+    return f"{function.__module__}.{function.__qualname__}"
+
+
+def register_adv_est(name: str, **declared: Unpack[Declared]) -> Callable[[F], F]:
+    """Decorator: make an advantage estimator known as `algorithm.adv_estimator=name`.
+
+    The function is called by keyword, with those of its parameters that are available: `token_level_rewards` [B, T],
+    `response_mask` [B, T], `index` (the `uid` of each row), `config` (the section `algorithm`), and the columns it
+    needs. It returns `(advantages, returns)`, each [B, T]. The module or file that calls this is named in
+    `trainer.plugins`.
+
+    Args:
+        name: Value of `algorithm.adv_estimator`.
+        needs: Columns of the batch: `values` (the run then trains a critic), `ref_log_prob` (it then has a reference
+            policy), `old_log_probs`, `sum_pi_squared`, `process_rewards`, `reward_baselines` (the score of a greedy
+            response to each prompt), or a column of the data that holds numbers. Default: `old_log_probs`.
+        reads: Keys of `algorithm` that only some estimators read; default: any.
+        compares_responses: `rollout.n=1` is refused.
+        config: Dataclass of the section `algorithm.<name>`.
+        check: Of the whole config: a line for each reason why it cannot run.
+        advice: Of the whole config: a line for each setting that rarely does what was meant.
+    """
+    declared.setdefault("needs", ("old_log_probs",))
+    return _register(ADV_ESTIMATOR, name, declared)
+
+
+def register_policy_loss(
+    name: str, prepare: Prepare | None = None, **declared: Unpack[Declared]
+) -> Callable[[F], F]:
+    """Decorator: make a policy loss known as `actor_rollout_ref.actor.policy_loss.loss_mode=name`.
+
+    The function is called by keyword, with those of its parameters that are available: `old_log_prob`, `log_prob`,
+    `advantages`, `response_mask` (each [B, T]), `loss_agg_mode`, `config` (the section `actor_rollout_ref.actor`),
+    `rollout_is_weights`, and the columns it needs. It returns the loss, best by `verl.algorithms.agg_loss`, and a dict
+    of metrics. The module or file that calls this is named in `trainer.plugins`.
+
+    A loss that chooses tokens by comparing them across the mini-batch does so in `prepare`: called once per
+    mini-batch with the whole of it, so that the loss does not depend on how the mini-batch is cut.
+
+    Args:
+        name: Value of `loss_mode`.
+        prepare: Called with the whole mini-batch; the loss gets the rows of what it returns as `prepared`.
+        needs: Columns of the batch, as for `register_adv_est`; default: none. With a column of the teacher the loss
+            gets `kl` [B, T], the KL between policy and teacher.
+        reads: Keys of `actor_rollout_ref.actor` that only some losses read; default: any.
+        whole_groups: The responses to one prompt stay together in a mini-batch.
+        compares_responses: `rollout.n=1` is refused.
+        reads_advantages: False: what the estimator needs is not checked.
+        config: Dataclass of the section `actor_rollout_ref.actor.policy_loss.<name>`.
+        check: Of the whole config: a line for each reason why it cannot run.
+        advice: Of the whole config: a line for each setting that rarely does what was meant.
+    """
+    return _register(POLICY_LOSS, name, declared, prepare=prepare)
+
+
+def register_preference_loss(name: str, **declared: Unpack[Declared]) -> Callable[[F], F]:
+    """Decorator: make a preference loss known as `algorithm.loss=name` of `verl dpo`."""
+    return _register(PREFERENCE_LOSS, name, declared)
+
+
+def register_correction(
+    key: str, active: Callable[[PPOConfig], bool], **declared: Unpack[Declared]
+) -> Callable[[F], F]:
+    """Decorator: what is done to rewards, masks or rows where `key` of the config turns it on needs this."""
+    return _register(_CORRECTION, key, declared, active=active)
+
+
 def register_section(key: str, section: type) -> None:
-    """Make the fields of the dataclass `section` keys below `key`, a dotted name."""
+    """Make a section of a method or role known: `section` is its dataclass, `key` its full name."""
     _sections[key] = section
 
 
 def plugin_sections() -> dict[str, type]:
-    """The dataclass of each section that a plug-in declares, by the section's dotted name."""
+    """The sections of registered methods and roles by their full names."""
     return dict(_sections)
+
+
+def methods(table: str) -> list[Method]:
+    """Those one key can name (or all corrections): the built-in ones in the order of their modules, then the others."""
+    for module in _BUILTIN:
+        importlib.import_module(module)
+    order = {module: number for number, module in enumerate(_BUILTIN)}
+    known = _tables[table].values()
+    return sorted(known, key=lambda method: order.get(method.function.__module__, len(order)))
+
+
+def find_method(table: str, name: str) -> Method | None:
+    """The method of that name; None where there is none."""
+    return next((method for method in methods(table) if method.name == name), None)
+
+
+def _method(table: str, name: str) -> Method:
+    method = find_method(table, name)
+    if method is None:
+        names = sorted(_tables[table])
+        near = difflib.get_close_matches(name, names, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(
+            f"{table}={name!r} is unknown; allowed: {', '.join(names)}, or what a module in trainer.plugins "
+            f"registers.{hint}"
+        )
+    return method
+
+
+def adv_estimator(name: str) -> Method:
+    return _method(ADV_ESTIMATOR, name)
+
+
+def policy_loss(name: str) -> Method:
+    return _method(POLICY_LOSS, name)
+
+
+def get_adv_estimator_fn(name: str) -> AdvEstimator:
+    return adv_estimator(name).function
+
+
+def get_policy_loss_fn(name: str) -> PolicyLoss:
+    return policy_loss(name).function
+
+
+def get_policy_loss_prepare(name: str) -> Prepare | None:
+    """The mini-batch hook of a loss, None for the many that need none."""
+    return policy_loss(name).prepare
+
+
+def adv_estimator_names() -> tuple[str, ...]:
+    return tuple(sorted(method.name for method in methods(ADV_ESTIMATOR)))
+
+
+def policy_loss_names() -> tuple[str, ...]:
+    return tuple(sorted(method.name for method in methods(POLICY_LOSS)))
+
+
+def methods_of(config: PPOConfig) -> list[Method]:
+    """The estimator, the loss and the corrections of a run; a name that is not known is left to the checks."""
+    algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
+    named = (
+        find_method(ADV_ESTIMATOR, algorithm.adv_estimator),
+        find_method(POLICY_LOSS, actor.policy_loss.loss_mode),
+    )
+    corrections = [method for method in methods(_CORRECTION) if method.active and method.active(config)]
+    return [method for method in named if method is not None] + corrections
+
+
+def needed_columns(config: PPOConfig) -> tuple[str, ...]:
+    """The columns that the methods of a run need beyond those every batch has."""
+    columns = [column for method in methods_of(config) for column in method.needs]
+    return tuple(dict.fromkeys("old_log_probs" if each == "old_log_prob" else each for each in columns))
+
+
+def builtin_names(table: str, has: Callable[[Method], bool] = lambda method: True) -> tuple[str, ...]:
+    """The names of our own methods, or of those of them that satisfy a condition."""
+    return tuple(method.name for method in methods(table) if method.builtin and has(method))
+
+
+def needed_by(table: str, column: str) -> Callable[[str], str]:
+    """`used_if` of what provides a column: the chosen method needs it."""
+    return lambda key: f"{table}={'|'.join(builtin_names(table, lambda method: column in method.needs))}"
+
+
+def read_by(table: str) -> Callable[[str], str]:
+    """`used_if` of a key that only some methods read: the chosen one does."""
+    return lambda key: f"{table}={'|'.join(builtin_names(table, lambda method: key in (method.reads or ())))}"
+
+
+def not_ignored_by(table: str) -> Callable[[str], str]:
+    """`used_if` of a key that most methods read: the chosen one is none of the others."""
+    return lambda key: (
+        f"{table}!={'|'.join(builtin_names(table, lambda method: key not in (method.reads or ())))}"
+    )
+
+
+def call_with_known(fn: Callable[..., Any], available: Mapping[str, Any], what: str) -> Any:
+    """Call `fn` with those of `available` it has parameters for; a required one that is missing is an error that names
+    it. This is how a user's estimator or loss takes only what it needs."""
+    parameters = inspect.signature(fn).parameters
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    given = {name: value for name, value in available.items() if takes_all or name in parameters}
+    for name, parameter in parameters.items():
+        if parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
+            continue
+        if parameter.default is inspect.Parameter.empty and name not in given:
+            raise ConfigError(
+                f"{what} needs the argument {name!r}; available: {', '.join(sorted(available))}"
+            )
+    return fn(**given)

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from verl.config.capabilities import engine_spec, strategy_spec
-from verl.config.known import ONLINE_PAIR_LOSSES, POOL_ASYNC_MODES
+from verl.config.known import POOL_ASYNC_MODES
+from verl.config.methods import needed_columns
 from verl.config.schema import GenerationConfig, ModelConfig, OfflineConfig, PPOConfig
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -86,9 +87,7 @@ def world_size(config: PPOConfig | OfflineConfig | GenerationConfig) -> int:
 
 def needs_reference(config: PPOConfig) -> bool:
     """Whether a run compares the policy with a reference."""
-    actor = config.actor_rollout_ref.actor
-    paired = actor.policy_loss.loss_mode in ONLINE_PAIR_LOSSES
-    return actor.use_kl_loss or config.algorithm.use_kl_in_reward or paired
+    return "ref_log_prob" in needed_columns(config)
 
 
 class ModelRole(NamedTuple):
@@ -119,14 +118,14 @@ def model_roles(config: PPOConfig | OfflineConfig) -> list[ModelRole]:
         if critic.enable:
             sections.append(("critic", critic, "critic.model", critic.model))
         implicit = config.implicit_reward
-        if config.algorithm.adv_estimator == "prime":
+        if "process_rewards" in needed_columns(config):
             sections.append(("implicit_reward", implicit, "implicit_reward.model", implicit.model))
     return [ModelRole(*each, layout_of(each[1], world_size(config))) for each in sections]
 
 
 def needs_teacher(config: PPOConfig) -> bool:
     """Whether the policy is distilled from another model."""
-    return config.actor_rollout_ref.actor.policy_loss.loss_mode == "distillation"
+    return any(column.startswith("teacher_") for column in needed_columns(config))
 
 
 def teacher_model(config: PPOConfig) -> ModelConfig:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from verl.config.keys import section
-from verl.config.known import ONLINE_PAIR_LOSSES
+from verl.config.methods import ADV_ESTIMATOR, POLICY_LOSS, needed_by
 from verl.config.sections.actor import (
     ActorConfig,
     CriticConfig,
@@ -50,8 +50,6 @@ from verl.config.sections.trainer import (
     TrainerConfig,
 )
 
-_PAIRED = f".actor.policy_loss.loss_mode={'|'.join(ONLINE_PAIR_LOSSES)}"
-
 
 def _user_set() -> Any:
     """`user_set` of every root: the full names of the keys the user or a recipe set, and `recipe_set`: those of them
@@ -76,14 +74,17 @@ class ActorRolloutRefConfig:
         RefConfig,
         "the frozen reference policy",
         used_if=(
-            f".actor.use_kl_loss or algorithm.use_kl_in_reward or {_PAIRED}",
+            lambda name: (
+                ".actor.use_kl_loss or algorithm.use_kl_in_reward or "
+                + needed_by(POLICY_LOSS, "ref_log_prob")(name)
+            ),
             "!.model.lora_rank",
         ),
     )
     teacher: TeacherConfig = section(
         TeacherConfig,
         "the frozen model the policy is distilled from",
-        used_if=".actor.policy_loss.loss_mode=distillation",
+        used_if=needed_by(POLICY_LOSS, "teacher_log_probs"),
     )
 
 
@@ -97,7 +98,9 @@ class PPOConfig:
     actor_rollout_ref: ActorRolloutRefConfig = section(ActorRolloutRefConfig, "the policy")
     critic: CriticConfig = section(CriticConfig, "the value model", used_if="critic.enable")
     implicit_reward: ImplicitRewardConfig = section(
-        ImplicitRewardConfig, "token rewards learned from outcomes", used_if="algorithm.adv_estimator=prime"
+        ImplicitRewardConfig,
+        "token rewards learned from outcomes",
+        used_if=needed_by(ADV_ESTIMATOR, "process_rewards"),
     )
     reward: RewardConfig = section(RewardConfig, "what a response is worth")
     algorithm: AlgorithmConfig = section(AlgorithmConfig, "from scores to advantages")

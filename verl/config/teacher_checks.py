@@ -1,34 +1,34 @@
-"""What distillation needs of a config and of its two models. Imports no torch."""
+"""What a run with a teacher needs of a config and of its two models. Imports no torch."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+from verl.config.methods import methods_of
 from verl.config.model_path import cached_config, text_config
 from verl.config.parallelism import TEACHER, needs_teacher
 from verl.config.schema import PPOConfig
 from verl.json_input import read_json
 
-_LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
-
 
 def teacher_errors(config: PPOConfig) -> list[str]:
     """What is wrong whatever the models are."""
-    if not needs_teacher(config):
+    asking = [
+        method for method in methods_of(config) if any(name.startswith("teacher_") for name in method.needs)
+    ]
+    if not asking:
         return []
-    policy, lines = config.actor_rollout_ref, []
+    policy, lines, setting = config.actor_rollout_ref, [], asking[0].setting
     if not policy.teacher.path:
-        lines.append(f"'{TEACHER}.path' is required with {_LOSS}=distillation; give the teacher's folder")
+        lines.append(f"'{TEACHER}.path' is required with {setting}; give the teacher's folder")
     for name, role in (("actor_rollout_ref.actor", policy.actor), (TEACHER, policy.teacher)):
         if role.strategy == "megatron":
-            lines.append(
-                f"'{name}.strategy' is megatron, which {_LOSS}=distillation does not have; set it to fsdp"
-            )
+            lines.append(f"'{name}.strategy' is megatron, which {setting} does not have; set it to fsdp")
         if role.ulysses_sequence_parallel_size > 1:
             lines.append(
                 f"'{name}.ulysses_sequence_parallel_size' is {role.ulysses_sequence_parallel_size}, but "
-                f"{_LOSS}=distillation takes whole sequences; set it to 1"
+                f"{setting} takes whole sequences; set it to 1"
             )
     return lines
 

@@ -17,9 +17,9 @@ from verl.config import known
 from verl.config.async_checks import async_advice
 from verl.config.build import finalize
 from verl.config.capabilities import engine_spec
-from verl.config.group_loss_checks import group_loss_advice
 from verl.config.keys import Key, get, put, schema_keys
 from verl.config.machine import cpu_has_bf16, on_cpu
+from verl.config.methods import ADV_ESTIMATOR, find_method, methods_of
 from verl.config.parallelism import engine_size, pools, rollout_pool
 from verl.config.schema import (
     AnyConfig,
@@ -147,7 +147,7 @@ def _advice(config: AnyConfig) -> list[str]:
         ]
     if not isinstance(config, PPOConfig):
         return []
-    lines = async_advice(config) + group_loss_advice(config)
+    lines = async_advice(config) + _method_advice(config)
     rollout, algorithm = config.actor_rollout_ref.rollout, config.algorithm
     val, name = rollout.val_kwargs, "actor_rollout_ref.rollout"
     if val.n > 1 and not val.do_sample and config.data.val_files:
@@ -160,12 +160,22 @@ def _advice(config: AnyConfig) -> list[str]:
         lines.append(
             "the KL counts twice: actor_rollout_ref.actor.use_kl_loss and algorithm.use_kl_in_reward"
         )
-    if config.critic.enable and algorithm.adv_estimator in set(known.ESTIMATORS) - {*known.CRITIC_ESTIMATORS}:
-        lines.append(
-            f"'critic.enable'=True: algorithm.adv_estimator={algorithm.adv_estimator} uses no critic"
-        )
-    if algorithm.adv_estimator == "turn_rloo" and not rollout.multi_turn.enable:
-        lines.append(
-            f"'algorithm.adv_estimator'=turn_rloo is the same as rloo without {name}.multi_turn.enable=True"
-        )
+    return lines
+
+
+def _method_advice(config: PPOConfig) -> list[str]:
+    methods = methods_of(config)
+    lines = [line for method in methods if method.advice for line in method.advice(config)]
+    estimator = find_method(ADV_ESTIMATOR, config.algorithm.adv_estimator)
+    if estimator is None or not config.critic.enable:
+        return lines
+    if "values" in estimator.needs:
+        lines += [
+            f"'{estimator.key}'={estimator.name} trains a critic, but {method.setting} reads no advantages; set it to "
+            "grpo"
+            for method in methods
+            if not method.reads_advantages
+        ]
+    elif estimator.builtin and not any("values" in method.needs for method in methods):
+        lines.append(f"'critic.enable'=True: {estimator.setting} uses no critic")
     return lines

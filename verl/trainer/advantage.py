@@ -7,17 +7,18 @@ response mask, and with it the loss and its denominator, only afterwards. Rows t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from verl.algorithms import compute_rollout_correction, get_adv_estimator_fn, group_metrics
+from verl.algorithms import compute_rollout_correction, group_metrics
 from verl.algorithms.kl import apply_kl_penalty
-from verl.algorithms.registry import call_with_known
 from verl.algorithms.sampling import mask_overlong, pf_ppo_indices
 from verl.algorithms.sessions import JoinedTokens
+from verl.config.methods import adv_estimator
 from verl.data.proto import DataProto
-from verl.errors import RewardError
+from verl.errors import DataError, RewardError
 from verl.workers.group import sessions_of
 
 if TYPE_CHECKING:
@@ -40,28 +41,22 @@ def kl_in_reward(batch: DataProto, cfg: AlgorithmConfig, coef: float) -> tuple[t
 
 def estimate(batch: DataProto, cfg: AlgorithmConfig) -> dict[str, float]:
     """Add `advantages` and `returns` by the estimator `algorithm.adv_estimator` names; metrics of its groups."""
-    function = get_adv_estimator_fn(cfg.adv_estimator)
+    estimator = adv_estimator(cfg.adv_estimator)
     tensors, rows = batch.batch, Conversations(batch)
     index = batch.non_tensor_batch["uid"][rows.first.numpy()]
-    offered: dict[str, Any] = {
-        "token_level_rewards": rows.join(tensors["token_level_rewards"]),
-        "response_mask": rows.join(tensors["response_mask"]),
+    columns = ("token_level_rewards", "response_mask", "values", *estimator.needs, *estimator.parameters)
+    offered: dict[str, Any] = {name: rows.join(tensors[name]) for name in columns if name in tensors}
+    offered |= {
         "index": index,
         "config": cfg,
         "gamma": cfg.gamma,
         "lam": cfg.lam,
         "norm_adv_by_std_in_grpo": cfg.norm_adv_by_std_in_grpo,
     }
-    for name in ("values", "old_log_probs", "sum_pi_squared", "process_rewards"):
-        if name in tensors:
-            offered[name] = rows.join(tensors[name])
-    if "reward_baselines" in tensors:
-        offered["reward_baselines"] = tensors["reward_baselines"][rows.first]
     if cfg.gdpo_reward_keys:
         by_key = rewards_by_key(batch, cfg.gdpo_reward_keys)
         offered["rewards_by_key"] = {key: values[rows.first] for key, values in by_key.items()}
-    what = f"the advantage estimator {cfg.adv_estimator!r}"
-    advantages, returns = call_with_known(function, offered, what)
+    advantages, returns = estimator(**offered)
     tensors["advantages"], tensors["returns"] = rows.cut(advantages), rows.cut(returns)
     return group_metrics(offered["token_level_rewards"], offered["response_mask"], index)
 
@@ -77,10 +72,27 @@ class Conversations:
             self._tokens = JoinedTokens(sessions, batch.batch["response_mask"])
 
     def join(self, values: torch.Tensor) -> torch.Tensor:
-        return values if self._tokens is None else self._tokens.join(values)
+        """[B, T], or a number for each row [B], of whose rows the first one counts."""
+        if self._tokens is None:
+            return values
+        return self._tokens.join(values) if values.dim() > 1 else values[self.first]
 
     def cut(self, joined: torch.Tensor) -> torch.Tensor:
         return joined if self._tokens is None else self._tokens.cut(joined)
+
+
+def add_data_columns(batch: DataProto, names: Iterable[str]) -> None:
+    """Add those of the columns [B] that the data has, where a method needs numbers of the data."""
+    given = batch.non_tensor_batch.get("columns", ())
+    for name in names:
+        if name in batch.batch or not len(given) or not all(name in (row or {}) for row in given):
+            continue
+        try:
+            batch.batch[name] = torch.tensor([float(row[name]) for row in given])
+        except (TypeError, ValueError) as error:
+            raise DataError(
+                f"the column {name!r} of the data must have a number in every row: {error}"
+            ) from error
 
 
 def rewards_by_key(batch: DataProto, keys: list[str]) -> dict[str, torch.Tensor]:

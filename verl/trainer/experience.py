@@ -22,6 +22,7 @@ from verl.algorithms.sampling import (
     group_filter_values,
     groups_within,
 )
+from verl.config.methods import needed_columns
 from verl.data.assemble import concat_rollouts
 from verl.data.proto import DataProto, object_column
 from verl.observe.metrics import Timer
@@ -107,7 +108,7 @@ class SyncExperience(Experience):
             drawn = self._next_prompts()
         batch = self.score(drawn, training_settings(rollout, longest, step), timer)
         metrics = agent_metrics(batch)
-        if self.cfg.algorithm.adv_estimator == "remax":
+        if "reward_baselines" in needed_columns(self.cfg):
             attach_baselines(batch, self.score(drawn, greedy_settings(rollout, longest), timer), rollout.n)
         return batch, metrics | reward_metrics(batch) | self.call_metrics()
 
@@ -343,7 +344,7 @@ def attach_scores(batch: DataProto, results: list[RewardResult]) -> DataProto:
 
 
 def attach_baselines(batch: DataProto, greedy: DataProto, n: int) -> None:
-    """ReMax: the score of each prompt's greedy response; without one, the prompt's responses are masked."""
+    """The score of each prompt's greedy response; without one, the prompt's responses are masked."""
     tensors = batch.batch
     tensors["reward_baselines"] = greedy.batch["token_level_scores"].sum(-1).repeat_interleave(n)
     scored = torch.tensor([error is None for error in greedy.non_tensor_batch["reward_error"]])

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from verl.agents.base import ToolsLost
-from verl.algorithms import get_kl_controller, rollout_probs_diff_metrics
+from verl.algorithms import corrects_rollout, get_kl_controller, rollout_probs_diff_metrics
+from verl.config.methods import needed_columns
 from verl.config.parallelism import needs_teacher
 from verl.data.assemble import add_answers, sampled_rows, split_turns
 from verl.data.proto import DataProto
@@ -31,7 +32,6 @@ from verl.trainer.setup import resume_note, whole_number
 from verl.trainer.sources import build_experience
 from verl.trainer.validation import sample_rows, validate
 from verl.workers.group import (
-    corrects_rollout,
     learns_from_data,
     needs_critic,
     needs_implicit_reward,
@@ -257,8 +257,8 @@ class RLLoop:
             tensors["old_log_probs"] = tensors["rollout_log_probs"]
         elif needs_old_log_probs(cfg, sessions_of(batch).count):
             with timer("old_log_prob"):
-                otb = cfg.algorithm.adv_estimator == "optimal_token_baseline"
-                out = self.workers.log_probs(batch, with_sum_pi_squared=otb)
+                squares = "sum_pi_squared" in needed_columns(cfg)
+                out = self.workers.log_probs(batch, with_sum_pi_squared=squares)
                 tensors |= out.batch
                 batch.meta_info["old_log_probs_version"] = self.workers.policy_version
         if needs_reference(cfg):
@@ -278,6 +278,7 @@ class RLLoop:
             kl = float(np.mean(batch.non_tensor_batch["kl"]))
             metrics |= {"actor/kl": kl, "actor/kl_coef": self.kl_controller.value}
             self.kl_controller.update(kl, sessions_of(batch).count)
+        advantage.add_data_columns(batch, needed_columns(self.cfg))
         metrics |= advantage.estimate(batch, algorithm)
         mask = batch.batch["response_mask"]
         if "old_log_probs" in batch.batch and not algorithm.rollout_correction.bypass_mode:

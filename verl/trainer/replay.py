@@ -89,7 +89,7 @@ def depends_on_time(cfg: PPOConfig | OfflineConfig, found: Comparison) -> list[s
     """A note where an equal repetition cannot be expected to the last bit."""
     if not isinstance(cfg, PPOConfig) or not cfg.actor_rollout_ref.rollout.multi_turn.enable:
         return []
-    from verl.workers.group import corrects_rollout  # imports torch, which --help and completion do not need
+    from verl.algorithms import corrects_rollout
 
     reason = "the engine's log-probs depend in their last bits on when tools answer"
     if corrects_rollout(cfg) or cfg.algorithm.rollout_correction.bypass_mode:

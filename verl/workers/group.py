@@ -16,9 +16,8 @@ import numpy as np
 import torch
 
 from verl.algorithms.aggregation import batch_counts
-from verl.algorithms.registry import Prepare, get_policy_loss_prepare
 from verl.algorithms.sessions import Sessions
-from verl.config.known import CRITIC_ESTIMATORS, ESTIMATORS, GROUP_LOSSES
+from verl.config.methods import Prepare, needed_columns, policy_loss
 from verl.config.parallelism import needs_reference as needs_reference
 from verl.data.proto import DataProto
 from verl.observe.live import Snapshot
@@ -140,8 +139,9 @@ class WorkerGroup(ABC):
         section = self.section(role)
         prepare, together = None, 1
         if role == "actor":
-            prepare = get_policy_loss_prepare(section.policy_loss.loss_mode)
-            if section.policy_loss.loss_mode in GROUP_LOSSES:
+            loss = policy_loss(section.policy_loss.loss_mode)
+            prepare = loss.prepare
+            if loss.whole_groups:
                 together = responses_per_prompt(self.cfg)
         size = section.ppo_mini_batch_size * responses_per_prompt(self.cfg)
         seed = self.cfg.data.seed + self.policy_version
@@ -244,18 +244,16 @@ def mini_batches(
 
 
 def needs_critic(cfg: PPOConfig) -> bool:
-    if cfg.critic.enable is not None:
-        return cfg.critic.enable
-    return cfg.algorithm.adv_estimator in CRITIC_ESTIMATORS
+    return bool(cfg.critic.enable)
 
 
 def needs_implicit_reward(cfg: PPOConfig) -> bool:
-    return cfg.algorithm.adv_estimator == "prime"
+    return "process_rewards" in needed_columns(cfg)
 
 
 def learns_from_data(cfg: PPOConfig) -> bool:
     """Whether the data's answers (`data.response_key`) are rows of the batch."""
-    return cfg.actor_rollout_ref.actor.policy_loss.loss_mode == "spin"
+    return "from_data" in needed_columns(cfg)
 
 
 def responses_per_prompt(cfg: PPOConfig) -> int:
@@ -263,18 +261,10 @@ def responses_per_prompt(cfg: PPOConfig) -> int:
     return cfg.actor_rollout_ref.rollout.n + learns_from_data(cfg)
 
 
-def corrects_rollout(cfg: PPOConfig) -> bool:
-    """In bypass mode there is nothing to correct: the update's own ratio is taken to the rollout policy."""
-    correction = cfg.algorithm.rollout_correction
-    return not correction.bypass_mode and bool(correction.rollout_is or correction.rollout_rs)
-
-
 def needs_old_log_probs(cfg: PPOConfig, sequences: int) -> bool:
     """False when a batch is one optimiser step and nothing before it asks for log-probs: the update's own forward pass
-    gives them. A user's own estimator may ask for them and gets them."""
-    actor, estimator = cfg.actor_rollout_ref.actor, cfg.algorithm.adv_estimator
+    gives them."""
+    actor = cfg.actor_rollout_ref.actor
     per_update = actor.ppo_mini_batch_size * cfg.actor_rollout_ref.rollout.n
     one_update = actor.ppo_epochs == 1 and per_update >= sequences
-    by_estimator = estimator == "optimal_token_baseline" or estimator not in ESTIMATORS
-    asked = cfg.algorithm.use_kl_in_reward or corrects_rollout(cfg) or learns_from_data(cfg)
-    return not one_update or by_estimator or asked
+    return not one_update or not {"old_log_probs", "sum_pi_squared"}.isdisjoint(needed_columns(cfg))

@@ -24,10 +24,10 @@ from verl.algorithms.preference import (
     kto_kl,
     kto_loss,
     pair_terms,
+    preference_loss,
     rounding_of,
     share_right,
 )
-from verl.config.known import REFERENCE_FREE_LOSSES
 from verl.config.model_path import weight_files
 from verl.data.preference_dataset import PreferenceDataset
 from verl.data.proto import DataProto
@@ -60,7 +60,7 @@ class PreferenceRole(OfflineRole):
             desirable_weight=algorithm.desirable_weight,
             undesirable_weight=algorithm.undesirable_weight,
         )
-        self._references = self._loss not in REFERENCE_FREE_LOSSES
+        self._references = bool(preference_loss(self._loss).needs)
 
     # -- reference ----------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 import torch
 
+from verl.config.methods import needed_columns
 from verl.config.parallelism import ROLLOUT, Layout, engine_size, layout_of, rollout_pool
 from verl.data.proto import DataProto
 from verl.models.distillation import TEACHER_TENSORS
@@ -166,7 +167,9 @@ class RayGroup(WorkerGroup):
         self, role: str, mini: DataProto, prepared: Mapping[str, torch.Tensor] | None = None
     ) -> dict[str, Metric]:
         layout = self._layout(role)
-        shards = self._shard(self._chosen(mini, _TRAINING_TENSORS[role]), layout.dp)
+        needed = needed_columns(self.cfg) if role == "actor" else ()
+        names = (*_TRAINING_TENSORS[role], *needed)
+        shards = self._shard(self._chosen(mini, names), layout.dp)
         extra = pad_rows(prepared, layout.dp) if prepared else {}
         meta = {**mini.meta_info, "dp_size": layout.dp}
         args = [

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from verl.agents.conversation import Conversation
-from verl.algorithms import agg_loss, compute_value_loss, get_policy_loss_fn, kl_penalty
+from verl.algorithms import agg_loss, compute_value_loss, kl_penalty
 from verl.algorithms.aggregation import loss_denominators
+from verl.config.methods import policy_loss
 from verl.data.assemble import assemble_rollouts
 from verl.data.proto import DataProto, object_column
 from verl.observe.metrics import Metric
@@ -139,7 +140,7 @@ class ActorRole:
     def __init__(self, engine: TrainEngine, cfg: ActorConfig, *, loss_scale_factor: int) -> None:
         self.engine = engine
         self.cfg = cfg
-        self.policy_loss = get_policy_loss_fn(cfg.policy_loss.loss_mode)
+        self.policy_loss = policy_loss(cfg.policy_loss.loss_mode)
         self._loss_scale_factor = cfg.loss_scale_factor or loss_scale_factor
         self._gap = RolloutGap()
         self.tokens = TokenOutputs()
@@ -190,6 +191,7 @@ class ActorRole:
                 rollout_is_weights=tensors.get("rollout_is_weights"),
                 **({"prepared": prepared} if prepared else {}),
                 **({} if out.kl is None else {"kl": out.kl}),
+                **{name: tensors[name] for name in self.policy_loss.needs if name in tensors},
             )
         tokens = mask.sum()
         metrics = {

@@ -9,6 +9,7 @@ from typing import Any
 
 from verl.config import known
 from verl.config.keys import Conditions, Section, key, section, shared
+from verl.config.methods import POLICY_LOSS, PREFERENCE_LOSS, builtin_names, read_by
 from verl.config.sections.model import (
     CheckpointConfig,
     MegatronConfig,
@@ -18,48 +19,54 @@ from verl.config.sections.model import (
     TrainEngineConfig,
 )
 
-_PAIRED = "|".join(known.ONLINE_PAIR_LOSSES)
-_CLIPS = f".policy_loss.loss_mode={'|'.join(known.CLIPPING_LOSSES)}"
+_loss_reads = read_by(POLICY_LOSS)
+
+
+def _pair_losses() -> tuple[str, ...]:
+    return builtin_names(PREFERENCE_LOSS, lambda method: method.compares_responses and bool(method.needs))
+
+
+def _pair_loss_reads(name: str) -> str:
+    names = builtin_names(PREFERENCE_LOSS, lambda method: name in (method.reads or ()))
+    return f".pair_loss={'|'.join(each for each in names if each in _pair_losses())}"
 
 
 @dataclass
 class PolicyLossConfig(Section):
     """Which policy loss, and the numbers only some of them read."""
 
-    loss_mode: str = key("vanilla", "policy loss", known=known.POLICY_LOSSES, plugin="policy_loss")
-    clip_cov_ratio: float = key(2e-4, "share of tokens dropped", ge=0, le=1, used_if=".loss_mode=clip_cov")
-    clip_cov_lb: float = key(1.0, "lower bound of the covariance", used_if=".loss_mode=clip_cov")
-    clip_cov_ub: float = key(5.0, "upper bound of the covariance", used_if=".loss_mode=clip_cov")
-    kl_cov_ratio: float = key(
-        2e-4, "share of tokens with the KL term", ge=0, le=1, used_if=".loss_mode=kl_cov"
+    loss_mode: str = key(
+        "vanilla", "policy loss", known=lambda: builtin_names(POLICY_LOSS), plugin="policy_loss"
     )
-    ppo_kl_coef: float = key(1.0, "weight of that term", ge=0, used_if=".loss_mode=kl_cov")
-    tau_pos: float = key(1.0, "gate temperature for positive advantages", gt=0, used_if=".loss_mode=sapo")
-    tau_neg: float = key(1.05, "gate temperature for the others", gt=0, used_if=".loss_mode=sapo")
+    clip_cov_ratio: float = key(2e-4, "share of tokens dropped", ge=0, le=1, used_if=_loss_reads)
+    clip_cov_lb: float = key(1.0, "lower bound of the covariance", used_if=_loss_reads)
+    clip_cov_ub: float = key(5.0, "upper bound of the covariance", used_if=_loss_reads)
+    kl_cov_ratio: float = key(2e-4, "share of tokens with the KL term", ge=0, le=1, used_if=_loss_reads)
+    ppo_kl_coef: float = key(1.0, "weight of that term", ge=0, used_if=_loss_reads)
+    tau_pos: float = key(1.0, "gate temperature for positive advantages", gt=0, used_if=_loss_reads)
+    tau_neg: float = key(1.05, "gate temperature for the others", gt=0, used_if=_loss_reads)
     beta: float = key(
         0.1,
         "dro: weight of the quadratic term; online_dpo, spin: of the log-ratio to the reference",
         gt=0,
-        used_if=f".loss_mode=dro|{_PAIRED}",
+        used_if=_loss_reads,
     )
-    pair_loss: str = key(
-        "dpo", "loss of a pair", known=known.REFERENCE_PAIR_LOSSES, used_if=f".loss_mode={_PAIRED}"
-    )
+    pair_loss: str = key("dpo", "loss of a pair", known=_pair_losses, used_if=_loss_reads)
     label_smoothing: float = key(
         0.0,
         "share of pairs in the wrong order",
         ge=0,
         lt=0.5,
-        used_if=(f".loss_mode={_PAIRED}", ".pair_loss=dpo|robust"),
+        used_if=(_loss_reads, _pair_loss_reads),
     )
     pairs: str = key(
         "best_worst",
         "which responses to a prompt are compared",
         known=known.PAIRINGS,
-        used_if=".loss_mode=online_dpo",
+        used_if=_loss_reads,
     )
-    sppo_eta: float = key(1.0, "by how much a win moves the log-ratio", gt=0, used_if=".loss_mode=sppo")
-    seed: int = key(1, "seed of the choice", follows="trainer.seed", used_if=".loss_mode=clip_cov")
+    sppo_eta: float = key(1.0, "by how much a win moves the log-ratio", gt=0, used_if=_loss_reads)
+    seed: int = key(1, "seed of the choice", follows="trainer.seed", used_if=_loss_reads)
 
 
 @dataclass
@@ -77,15 +84,19 @@ class ActorConfig(TrainEngineConfig, Section):
     )
     ppo_epochs: int = key(1, "passes over each batch of responses", ge=1)
     clip_ratio: float = key(
-        0.2, "PPO clip range", ge=0, used_if=(_CLIPS, ".clip_ratio_low=None or .clip_ratio_high=None")
+        0.2, "PPO clip range", ge=0, used_if=(_loss_reads, ".clip_ratio_low=None or .clip_ratio_high=None")
     )
-    clip_ratio_low: float | None = key(None, "clip range below 1; default: clip_ratio", ge=0, used_if=_CLIPS)
-    clip_ratio_high: float | None = key(None, "clip range above 1; default: clip_ratio", ge=0, used_if=_CLIPS)
+    clip_ratio_low: float | None = key(
+        None, "clip range below 1; default: clip_ratio", ge=0, used_if=_loss_reads
+    )
+    clip_ratio_high: float | None = key(
+        None, "clip range above 1; default: clip_ratio", ge=0, used_if=_loss_reads
+    )
     clip_ratio_c: float = key(
         3.0,
         "dual clip: bound for negative advantages",
         gt=1,
-        used_if=".policy_loss.loss_mode=vanilla|dppo_tv|dppo_kl",
+        used_if=_loss_reads,
     )
     grad_clip: float = key(1.0, "largest gradient norm; 0: no clipping", ge=0)
     entropy_coeff: float = key(0.0, "weight of the entropy bonus")
@@ -98,7 +109,7 @@ class ActorConfig(TrainEngineConfig, Section):
         "token-mean",
         "how token losses become one number",
         known=known.LOSS_AGG_MODES,
-        used_if=f".policy_loss.loss_mode!=gspo|sapo|{_PAIRED} or .entropy_coeff or .use_kl_loss",
+        used_if=lambda name: f"{_loss_reads(name)} or .entropy_coeff or .use_kl_loss",
     )
     loss_scale_factor: int | None = key(
         None,

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from verl.config import known
 from verl.config.keys import Section, key, section
+from verl.config.methods import ADV_ESTIMATOR, builtin_names, needed_by, read_by
+
+_estimator_reads = read_by(ADV_ESTIMATOR)
 
 
 @dataclass
@@ -121,40 +124,28 @@ class PRIMEConfig:
 class AlgorithmConfig(Section):
     """From scores to advantages."""
 
-    adv_estimator: str = key("gae", "advantage estimator", known=known.ESTIMATORS, plugin="adv_est")
-    gamma: float = key(
-        1.0, "discount per token", ge=0, le=1, used_if=".adv_estimator=gae|reinforce_plus_plus"
+    adv_estimator: str = key(
+        "gae", "advantage estimator", known=lambda: builtin_names(ADV_ESTIMATOR), plugin="adv_est"
     )
-    lam: float = key(1.0, "lambda of gae", ge=0, le=1, used_if=".adv_estimator=gae")
+    gamma: float = key(1.0, "discount per token", ge=0, le=1, used_if=_estimator_reads)
+    lam: float = key(1.0, "lambda of gae", ge=0, le=1, used_if=_estimator_reads)
     norm_adv_by_std_in_grpo: bool = key(
         True,
         "divide by the group's standard deviation; False: Dr.GRPO",
-        used_if=".adv_estimator=grpo|grpo_vectorized|grpo_passk|gdpo",
+        used_if=_estimator_reads,
     )
     gdpo_reward_keys: list[str] = key(
-        [], "keys of the reward function's dict, normalised separately", used_if=".adv_estimator=gdpo"
+        [], "keys of the reward function's dict, normalised separately", used_if=_estimator_reads
     )
-    gdpo_reward_weights: list[float] = key([], "their weights; default: 1", used_if=".adv_estimator=gdpo")
+    gdpo_reward_weights: list[float] = key([], "their weights; default: 1", used_if=_estimator_reads)
     use_kl_in_reward: bool = key(False, "subtract the KL to the reference policy from the reward")
     kl_penalty: str = key("kl", "estimator of that KL", known=known.KL_TYPES, used_if=".use_kl_in_reward")
     kl_ctrl: KLControlConfig = section(KLControlConfig, "weight of that KL", used_if=".use_kl_in_reward")
     filter_groups: FilterGroupsConfig = section(FilterGroupsConfig, "dynamic sampling")
     filter_overlong_responses: bool = key(False, "mask responses cut at the longest length out of the loss")
     rollout_correction: RolloutCorrectionConfig = section(RolloutCorrectionConfig, "rollout correction")
-    prime: PRIMEConfig = section(PRIMEConfig, "weights of prime", used_if=".adv_estimator=prime")
+    prime: PRIMEConfig = section(
+        PRIMEConfig, "weights of prime", used_if=needed_by(ADV_ESTIMATOR, "process_rewards")
+    )
     use_pf_ppo: bool = key(False, "resample responses by score before the update (PF-PPO)")
     pf_ppo: PFPPOConfig = section(PFPPOConfig, "PF-PPO's weights", used_if=".use_pf_ppo")
-
-    def errors(self, name: str) -> list[str]:
-        """What is wrong within the section called `name`."""
-        lines = []
-        keys, weights = self.gdpo_reward_keys, self.gdpo_reward_weights
-        if self.adv_estimator == "gdpo" and not keys:
-            lines.append(
-                f"'{name}.adv_estimator' is gdpo; it needs '{name}.gdpo_reward_keys', e.g. [accuracy,format]"
-            )
-        if weights and len(weights) != len(keys):
-            lines.append(
-                f"'{name}.gdpo_reward_weights' has {len(weights)} numbers for {len(keys)} gdpo_reward_keys"
-            )
-        return lines

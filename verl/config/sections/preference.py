@@ -7,12 +7,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config import known
 from verl.config.keys import key, shared
+from verl.config.methods import PREFERENCE_LOSS, builtin_names, needed_by, read_by
 from verl.config.sections.data import OfflineDataConfig
 
 _AS_SCORED = "a reward model reads conversations in training as it does when it scores"
-_DPO = ".loss=dpo|ipo|hinge|robust|kto"
+_loss_reads = read_by(PREFERENCE_LOSS)
 
 
 @dataclass
@@ -61,19 +61,19 @@ class RewardDataConfig(PreferenceDataConfig):
 class PreferenceAlgorithmConfig:
     """The preference loss."""
 
-    loss: str = key("dpo", "loss of a pair (kto: of each answer)", known=known.PREFERENCE_LOSSES)
-    beta: float = key(0.1, "weight of the log-ratio to the reference; orpo: of the odds ratio", gt=0)
-    label_smoothing: float = key(
-        0.0, "share of the labels that are wrong", ge=0, lt=0.5, used_if=".loss=dpo|robust|simpo"
+    loss: str = key(
+        "dpo", "loss of a pair (kto: of each answer)", known=lambda: builtin_names(PREFERENCE_LOSS)
     )
-    simpo_gamma: float = key(0.5, "margin of simpo", ge=0, used_if=".loss=simpo")
-    desirable_weight: float = key(1.0, "weight of chosen answers", ge=0, used_if=".loss=kto")
-    undesirable_weight: float = key(1.0, "weight of rejected answers", ge=0, used_if=".loss=kto")
+    beta: float = key(0.1, "weight of the log-ratio to the reference; orpo: of the odds ratio", gt=0)
+    label_smoothing: float = key(0.0, "share of the labels that are wrong", ge=0, lt=0.5, used_if=_loss_reads)
+    simpo_gamma: float = key(0.5, "margin of simpo", ge=0, used_if=_loss_reads)
+    desirable_weight: float = key(1.0, "weight of chosen answers", ge=0, used_if=_loss_reads)
+    undesirable_weight: float = key(1.0, "weight of rejected answers", ge=0, used_if=_loss_reads)
     cache_reference: bool = key(
         True,
         "compute the reference's log-probs once, before training; False: in every step, by the model without its "
         "LoRA adapters",
-        used_if=_DPO,
+        used_if=needed_by(PREFERENCE_LOSS, "ref_log_prob"),
     )
 
 

@@ -3,8 +3,11 @@
 Their home is `verl.algorithms`; functions here only put the arguments in the order that verl's callers use.
 """
 
+# ruff: noqa: F401 - names are imported from here
+
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
 from typing import Any
 
@@ -14,78 +17,25 @@ from verl.algorithms import advantages
 from verl.algorithms.aggregation import agg_loss, masked_mean, masked_sum, masked_var, masked_whiten
 from verl.algorithms.kl import AdaptiveKLController, FixedKLController, get_kl_controller, kl_penalty
 from verl.algorithms.losses import compute_value_loss
-from verl.algorithms.registry import (
+from verl.algorithms.rollout_correction import compute_rollout_correction, rollout_probs_diff_metrics
+from verl.config.methods import (
+    ADV_ESTIMATOR,
+    builtin_names,
     get_adv_estimator_fn,
     get_policy_loss_fn,
     get_policy_loss_prepare,
     register_adv_est,
     register_policy_loss,
 )
-from verl.algorithms.rollout_correction import compute_rollout_correction, rollout_probs_diff_metrics
-
-__all__ = [
-    "AdaptiveKLController",
-    "AdvantageEstimator",
-    "FixedKLController",
-    "agg_loss",
-    "compute_gae_advantage_return",
-    "compute_gpg_outcome_advantage",
-    "compute_grpo_outcome_advantage",
-    "compute_grpo_passk_outcome_advantage",
-    "compute_grpo_vectorized_outcome_advantage",
-    "compute_opo_outcome_advantage",
-    "compute_policy_loss_cispo",
-    "compute_policy_loss_clip_cov",
-    "compute_policy_loss_dppo_kl",
-    "compute_policy_loss_dppo_tv",
-    "compute_policy_loss_dro",
-    "compute_policy_loss_geo_mean",
-    "compute_policy_loss_gpg",
-    "compute_policy_loss_gspo",
-    "compute_policy_loss_kl_cov",
-    "compute_policy_loss_sapo",
-    "compute_policy_loss_vanilla",
-    "compute_reinforce_plus_plus_baseline_outcome_advantage",
-    "compute_reinforce_plus_plus_outcome_advantage",
-    "compute_remax_outcome_advantage",
-    "compute_rloo_outcome_advantage",
-    "compute_rloo_vectorized_outcome_advantage",
-    "compute_rollout_correction",
-    "compute_value_loss",
-    "get_adv_estimator_fn",
-    "get_kl_controller",
-    "get_policy_loss_fn",
-    "get_policy_loss_prepare",
-    "kl_penalty",
-    "masked_mean",
-    "masked_sum",
-    "masked_var",
-    "masked_whiten",
-    "register_adv_est",
-    "register_policy_loss",
-    "rollout_probs_diff_metrics",
-]
 
 Pair = tuple[Tensor, Tensor]
 """(advantages, returns), both [B, T]."""
 
 
-class AdvantageEstimator(StrEnum):
-    """Values of `algorithm.adv_estimator`."""
-
-    GAE = "gae"
-    GRPO = "grpo"
-    GRPO_VECTORIZED = "grpo_vectorized"
-    GRPO_PASSK = "grpo_passk"
-    GDPO = "gdpo"
-    REINFORCE_PLUS_PLUS = "reinforce_plus_plus"
-    REINFORCE_PLUS_PLUS_BASELINE = "reinforce_plus_plus_baseline"
-    REMAX = "remax"
-    RLOO = "rloo"
-    RLOO_VECTORIZED = "rloo_vectorized"
-    OPO = "opo"
-    GPG = "gpg"
-    OPTIMAL_TOKEN_BASELINE = "optimal_token_baseline"
+AdvantageEstimator = StrEnum(  # type: ignore[misc]
+    "AdvantageEstimator", {name.upper(): name for name in builtin_names(ADV_ESTIMATOR)}
+)
+"""Values of `algorithm.adv_estimator`."""
 
 
 def compute_gae_advantage_return(
@@ -94,62 +44,46 @@ def compute_gae_advantage_return(
     return advantages.gae(token_level_rewards, response_mask, values, gamma, lam)
 
 
-def compute_grpo_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Any,
-    epsilon: float = 1e-6,
-    norm_adv_by_std_in_grpo: bool = True,
-    config: Any = None,
-) -> Pair:
-    return advantages.grpo(
-        token_level_rewards, response_mask, index, norm_adv_by_std_in_grpo, config, epsilon=epsilon
-    )
+def _normalised(estimator: Callable[..., Pair]) -> Callable[..., Pair]:
+    def compute(
+        token_level_rewards: Tensor,
+        response_mask: Tensor,
+        index: Any,
+        epsilon: float = 1e-6,
+        norm_adv_by_std_in_grpo: bool = True,
+        config: Any = None,
+        **kwargs: Any,
+    ) -> Pair:
+        return estimator(
+            token_level_rewards, response_mask, index, norm_adv_by_std_in_grpo, config, epsilon=epsilon
+        )
+
+    return compute
 
 
+def _centred(estimator: Callable[..., Pair]) -> Callable[..., Pair]:
+    """Nothing is divided by a spread: `epsilon`, which callers pass all the same, has nothing to do."""
+
+    def compute(
+        token_level_rewards: Tensor,
+        response_mask: Tensor,
+        index: Any,
+        epsilon: float = 1e-6,
+        config: Any = None,
+        **kwargs: Any,
+    ) -> Pair:
+        return estimator(token_level_rewards, response_mask, index)
+
+    return compute
+
+
+compute_grpo_outcome_advantage = _normalised(advantages.grpo)
 compute_grpo_vectorized_outcome_advantage = compute_grpo_outcome_advantage
-
-
-def compute_grpo_passk_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Any,
-    epsilon: float = 1e-6,
-    norm_adv_by_std_in_grpo: bool = True,
-    config: Any = None,
-    **kwargs: Any,
-) -> Pair:
-    return advantages.grpo_passk(
-        token_level_rewards, response_mask, index, norm_adv_by_std_in_grpo, config, epsilon=epsilon
-    )
-
-
-# Nothing is divided by a spread in those below: `epsilon`, which callers pass to all of them, has nothing to do.
-
-
-def compute_rloo_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Any,
-    epsilon: float = 1e-6,
-    config: Any = None,
-    **kwargs: Any,
-) -> Pair:
-    return advantages.rloo(token_level_rewards, response_mask, index)
-
-
+compute_grpo_passk_outcome_advantage = _normalised(advantages.grpo_passk)
+compute_rloo_outcome_advantage = _centred(advantages.rloo)
 compute_rloo_vectorized_outcome_advantage = compute_rloo_outcome_advantage
-
-
-def compute_opo_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Any,
-    epsilon: float = 1e-6,
-    config: Any = None,
-    **kwargs: Any,
-) -> Pair:
-    return advantages.opo(token_level_rewards, response_mask, index)
+compute_opo_outcome_advantage = _centred(advantages.opo)
+compute_reinforce_plus_plus_baseline_outcome_advantage = _centred(advantages.reinforce_plus_plus_baseline)
 
 
 def compute_gpg_outcome_advantage(
@@ -164,17 +98,6 @@ def compute_gpg_outcome_advantage(
     """`f_norm` divides the advantages."""
     found, _ = advantages.gpg(token_level_rewards, response_mask, index)
     return found / f_norm, found / f_norm
-
-
-def compute_reinforce_plus_plus_baseline_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Any,
-    epsilon: float = 1e-6,
-    config: Any = None,
-    **kwargs: Any,
-) -> Pair:
-    return advantages.reinforce_plus_plus_baseline(token_level_rewards, response_mask, index)
 
 
 def compute_reinforce_plus_plus_outcome_advantage(
