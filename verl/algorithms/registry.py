@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from verl.config.methods import NEEDS
 from verl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -58,7 +59,9 @@ def register_adv_est(name: str) -> Callable[[F], F]:
     return decorate
 
 
-def register_policy_loss(name: str, prepare: Prepare | None = None) -> Callable[[F], F]:
+def register_policy_loss(
+    name: str, prepare: Prepare | None = None, *, needs: tuple[str, ...] = ()
+) -> Callable[[F], F]:
     """Decorator: make a policy loss known as `actor_rollout_ref.actor.policy_loss.loss_mode=name`.
 
     The function is called by keyword with `old_log_prob`, `log_prob`, `advantages`, `response_mask` (each [B, T]),
@@ -70,6 +73,8 @@ def register_policy_loss(name: str, prepare: Prepare | None = None) -> Callable[
 
     def decorate(fn: F) -> F:
         _register(_policy_losses, name, fn, "policy loss")
+        if needs:
+            NEEDS[name] = needs
         if prepare is not None:
             _prepare[name] = prepare
         return fn
