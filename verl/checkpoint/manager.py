@@ -16,7 +16,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from verl.checkpoint.steps import (
 )
 from verl.config.disk import HF_BY_DEFAULT_BELOW
 from verl.config.recipes import COMMANDS
+from verl.config.roles import checkpoint_sections
 from verl.distributed import Ranks
 from verl.engines.base import TrainEngine
 from verl.errors import CheckpointError
@@ -122,19 +123,8 @@ class CheckpointManager:
     def from_config(cls, config: Any, run_folder: Path | str) -> CheckpointManager:
         """From the resolved configuration of reinforcement learning or of supervised fine-tuning."""
         trainer = config.trainer
-        if hasattr(config, "actor_rollout_ref"):
-            sections = {
-                "actor": config.actor_rollout_ref.actor.checkpoint,
-                "critic": config.critic.checkpoint,
-                "implicit_reward": config.implicit_reward.checkpoint,
-                "ref": replace(
-                    config.actor_rollout_ref.actor.checkpoint,
-                    save_contents=["model"],
-                    load_contents=["model"],
-                ),
-            }
-        else:
-            sections = {"actor": config.checkpoint}
+        rl = hasattr(config, "actor_rollout_ref")
+        sections = checkpoint_sections(config) if rl else {"actor": config.checkpoint}
         return cls(
             run_folder,
             {

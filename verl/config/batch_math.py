@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl.config.parallelism import model_roles
-from verl.config.schema import CriticConfig, ImplicitRewardConfig, OfflineConfig, PPOConfig, PreferenceConfig
+from verl.config.roles import model_roles
+from verl.config.schema import OfflineConfig, PPOConfig, PreferenceConfig
 
 
 @dataclass(frozen=True)
@@ -68,12 +68,12 @@ class BatchPlan:
 def batch_plan(
     config: PPOConfig | OfflineConfig, total_steps: int | None = None, role: str = ""
 ) -> BatchPlan:
-    """The batch arithmetic of a config; `total_steps` where the length of the data is known. `role`: actor (default),
-    ref or teacher, which pass over a batch once, critic or implicit_reward; each has its own layout and
-    micro-batches."""
+    """The batch arithmetic of a config; `total_steps` where the length of the data is known. `role`: by name (default:
+    the actor); each has its own layout and micro-batches."""
     total_steps = config.trainer.total_training_steps if total_steps is None else total_steps
     found = model_roles(config)
-    layout = next((each.layout for each in found if each.name == role), found[0].layout)
+    chosen = next((each for each in found if each.name == role), found[0])
+    layout = chosen.layout
     prompts = config.data.train_batch_size
     if isinstance(config, OfflineConfig):
         micro, budget = config.data.micro_batch_size_per_gpu, config.data.max_token_len_per_gpu
@@ -81,26 +81,17 @@ def batch_plan(
         micro = micro and micro * n  # pairs stay together
         dynamic, mini, epochs, tokens = config.data.use_dynamic_bsz, prompts, 1, config.data.max_length
     else:
-        policy = config.actor_rollout_ref
-        actor, ref = policy.actor, policy.teacher if role == "teacher" else policy.ref
-        others: dict[str, CriticConfig | ImplicitRewardConfig] = {
-            "critic": config.critic,
-            "implicit_reward": config.implicit_reward,
-        }
-        trained = others.get(role, actor)
-        n, mini, epochs = (
-            config.actor_rollout_ref.rollout.n,
-            trained.ppo_mini_batch_size,
-            trained.ppo_epochs,
-        )
-        micro, budget, dynamic = (
-            trained.ppo_micro_batch_size_per_gpu,
-            trained.ppo_max_token_len_per_gpu,
-            trained.use_dynamic_bsz,
-        )
-        if role in ("ref", "teacher"):
-            mini, epochs, micro = prompts, 1, ref.log_prob_micro_batch_size_per_gpu
-            budget, dynamic = ref.log_prob_max_token_len_per_gpu, ref.log_prob_use_dynamic_bsz
+        section, n = chosen.section, config.actor_rollout_ref.rollout.n
+        if hasattr(section, "optim"):
+            mini, epochs, micro = (
+                section.ppo_mini_batch_size,
+                section.ppo_epochs,
+                section.ppo_micro_batch_size_per_gpu,
+            )
+            budget, dynamic = section.ppo_max_token_len_per_gpu, section.use_dynamic_bsz
+        else:  # frozen: it passes over a batch once
+            mini, epochs, micro = prompts, 1, section.log_prob_micro_batch_size_per_gpu
+            budget, dynamic = section.log_prob_max_token_len_per_gpu, section.log_prob_use_dynamic_bsz
         tokens = config.data.max_prompt_length + config.data.max_response_length
     micro, budget = (None, budget) if dynamic else (micro, None)
     if budget is not None:

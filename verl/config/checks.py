@@ -19,11 +19,11 @@ from verl.config.parallelism import (
     closest,
     divisors,
     layout_of,
-    model_roles,
     sharing_errors,
     world_size,
 )
 from verl.config.recipes import recipe_names
+from verl.config.roles import model_roles
 from verl.config.row_count import rows_in
 from verl.config.schema import (
     AnyConfig,

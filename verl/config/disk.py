@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from verl.config.parallelism import model_roles, world_size
+from verl.config.parallelism import world_size
+from verl.config.roles import model_roles
 from verl.config.schema import OfflineConfig, PPOConfig
 from verl.config.sizes import ModelSizes, gib, roles
 

@@ -13,27 +13,19 @@ from verl.config.keys import get, put
 from verl.config.known import MEGATRON_MODELS
 from verl.config.model_path import text_config
 from verl.config.parallelism import (
-    ModelRole,
     bubble_share,
     closest,
     divisors,
     layout_of,
-    model_roles,
     world_size,
 )
+from verl.config.roles import ModelRole, model_roles
 from verl.config.schema import OfflineConfig, PPOConfig
 
 _TP, _PP, _CP, _EP = (
     f"megatron.{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context", "expert_model")
 )
 _ULYSSES = "ulysses_sequence_parallel_size"
-_MICRO = {
-    "actor": "ppo_micro_batch_size_per_gpu",
-    "critic": "ppo_micro_batch_size_per_gpu",
-    "implicit_reward": "ppo_micro_batch_size_per_gpu",
-    "ref": "log_prob_micro_batch_size_per_gpu",
-    "teacher": "log_prob_micro_batch_size_per_gpu",
-}
 
 
 def layout_errors(config: PPOConfig | OfflineConfig) -> list[str]:
@@ -262,7 +254,9 @@ def idle_stage_warnings(config: PPOConfig | OfflineConfig) -> list[str]:
         micro = batches.micro_batches
         if micro is None or micro >= stages:
             continue
-        name = "data.micro_batch_size_per_gpu" if role.name == "model" else f"{role.key}.{_MICRO[role.name]}"
+        name = "data.micro_batch_size_per_gpu"
+        if role.name != "model":
+            name = f"{role.key}.{'ppo' if hasattr(role.section, 'optim') else 'log_prob'}_micro_batch_size_per_gpu"
         fix = f"{name}={batches.rank_sequences // stages}"
         if batches.rank_sequences < stages:
             fix = "a larger batch, or fewer stages"

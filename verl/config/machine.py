@@ -16,7 +16,8 @@ from functools import cache
 from pathlib import Path
 
 from verl.config.known import TRACKER_SERVICES
-from verl.config.parallelism import EXTERNAL_ENGINES, model_roles, pools, world_size
+from verl.config.parallelism import EXTERNAL_ENGINES, pools, world_size
+from verl.config.roles import model_roles
 from verl.config.schema import GenerationConfig, OfflineConfig, PPOConfig
 from verl.errors import missing_package
 from verl.memory import free_host_bytes
@@ -208,14 +209,7 @@ def needed_packages(config: PPOConfig | OfflineConfig) -> dict[str, str]:
         policy = config.actor_rollout_ref
         if policy.rollout.name in EXTERNAL_ENGINES:
             found[policy.rollout.name] = f"actor_rollout_ref.rollout.name={policy.rollout.name}"
-        adapters = {"actor_rollout_ref.model": policy.model.lora_rank}
-        if config.critic.enable:
-            adapters["critic.model"] = config.critic.model.lora_rank
-        if config.algorithm.adv_estimator == "prime":
-            adapters["implicit_reward.model"] = config.implicit_reward.model.lora_rank
-    else:
-        adapters = {"model": config.model.lora_rank}
-    for key, rank in adapters.items():
-        if rank > 0:
-            found["peft"] = f"{key}.lora_rank={rank}"
+    for role in model_roles(config):
+        if role.model.lora_rank > 0:
+            found["peft"] = f"{role.model_key}.lora_rank={role.model.lora_rank}"
     return found

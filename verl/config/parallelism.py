@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from verl.config.known import ONLINE_PAIR_LOSSES, POOL_ASYNC_MODES
-from verl.config.schema import GenerationConfig, ModelConfig, OfflineConfig, PPOConfig
+from verl.config.schema import GenerationConfig, OfflineConfig, PPOConfig
 
 EXTERNAL_ENGINES = ("vllm", "sglang")  # they hold a copy of the weights, which several GPUs can share
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -100,50 +100,9 @@ def needs_reference(config: PPOConfig) -> bool:
     return actor.use_kl_loss or config.algorithm.use_kl_in_reward or paired
 
 
-class ModelRole(NamedTuple):
-    """A role whose model is split over the ranks that train."""
-
-    key: str  # of the section with the strategy and the sizes
-    section: Any
-    model_key: str
-    model: Any
-    layout: Layout
-
-    @property
-    def name(self) -> str:
-        return self.key.rpartition(".")[2]
-
-
-def model_roles(config: PPOConfig | OfflineConfig) -> list[ModelRole]:
-    """Those a run has; the trained policy, or the fine-tuned model, is the first."""
-    if isinstance(config, OfflineConfig):
-        sections: list[tuple[str, Any, str, Any]] = [("model", config.model, "model", config.model)]
-    else:
-        policy, critic, model = config.actor_rollout_ref, config.critic, "actor_rollout_ref.model"
-        sections = [("actor_rollout_ref.actor", policy.actor, model, policy.model)]
-        if needs_reference(config) and policy.model.lora_rank == 0:
-            sections.append(("actor_rollout_ref.ref", policy.ref, model, policy.model))
-        if needs_teacher(config):
-            sections.append((TEACHER, policy.teacher, TEACHER, teacher_model(config)))
-        if critic.enable:
-            sections.append(("critic", critic, "critic.model", critic.model))
-        implicit = config.implicit_reward
-        if config.algorithm.adv_estimator == "prime":
-            sections.append(("implicit_reward", implicit, "implicit_reward.model", implicit.model))
-    return [ModelRole(*each, layout_of(each[1], world_size(config))) for each in sections]
-
-
 def needs_teacher(config: PPOConfig) -> bool:
     """Whether the policy is distilled from another model."""
     return config.actor_rollout_ref.actor.policy_loss.loss_mode == "distillation"
-
-
-def teacher_model(config: PPOConfig) -> ModelConfig:
-    """The model section of the teacher: the policy's, but for the model itself."""
-    policy = config.actor_rollout_ref
-    return replace(
-        policy.model, path=policy.teacher.path, tokenizer_path=None, lora_rank=0, override_config={}
-    )
 
 
 def divisors(number: int) -> list[int]:

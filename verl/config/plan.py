@@ -16,7 +16,8 @@ from verl.config.disk import checkpoint_bytes, disk_verdict, free_bytes
 from verl.config.keys import get, put
 from verl.config.layout_checks import finer_layouts, idle_stage_warnings, layout_rows, model_layout_errors
 from verl.config.machine import Device, local_device, machine_errors, missing_packages
-from verl.config.parallelism import ROLLOUT, model_roles, offload_section, world_size
+from verl.config.parallelism import ROLLOUT, offload_section, world_size
+from verl.config.roles import model_roles
 from verl.config.schema import AnyConfig, GenerationConfig, OfflineConfig, PPOConfig
 from verl.config.sizes import (
     Estimate,
@@ -137,12 +138,12 @@ def _too_large(
 def _remedies(config: PPOConfig | OfflineConfig, kind: str) -> Iterator[tuple[str, Any]]:
     """Keys, with values, that can lower the memory of a phase and are not set so yet."""
     if isinstance(config, PPOConfig):
-        named = [role.key for role in model_roles(config)]
-        others = [name for name in ("critic", "implicit_reward") if name in named]
-        models = ["actor_rollout_ref.model", *(f"{role}.model" for role in others)]
-        frozen = [role.key for role in model_roles(config) if role.name in ("ref", "teacher")]
-        roles = ["actor_rollout_ref.actor", *others, *frozen]
-        micros = [f"{role}.ppo_micro_batch_size_per_gpu" for role in ("actor_rollout_ref.actor", *others)]
+        trained = [role for role in model_roles(config) if hasattr(role.section, "optim")]
+        models = [role.model_key for role in trained]
+        roles = [
+            role.key for role in (*trained, *(role for role in model_roles(config) if role not in trained))
+        ]
+        micros = [f"{role.key}.ppo_micro_batch_size_per_gpu" for role in trained]
     else:
         models, roles, micros = ["model"], ["model"], ["data.micro_batch_size_per_gpu"]
     strategies = {role.model_key: role.section.strategy for role in reversed(model_roles(config))}

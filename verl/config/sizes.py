@@ -18,13 +18,12 @@ from verl.config.model_path import cached_config, config_problem
 from verl.config.parallelism import (
     EXTERNAL_ENGINES,
     Layout,
-    ModelRole,
     engine_size,
-    model_roles,
     offload_section,
     rollout_pool,
     world_size,
 )
+from verl.config.roles import ModelRole, model_roles, roles_of
 from verl.config.schema import OfflineConfig, PPOConfig
 from verl.errors import ModelError
 
@@ -309,6 +308,10 @@ def roles(
 ) -> list[RoleMemory]:
     """The models of a run; the trained one comes first. `others`: sizes of the roles with another model."""
     found = []
+    # The frozen starts that have the section of the role they are the start of; the actor's has one of its own.
+    starts = (
+        {role.section for role in roles_of(config) if role.start_of} if isinstance(config, PPOConfig) else ()
+    )
     for role in model_roles(config):
         optim = config.optim if isinstance(config, OfflineConfig) else getattr(role.section, "optim", None)
         own = others.get(role.name, sizes)
@@ -317,8 +320,8 @@ def roles(
         found.append(
             _frozen(role, own, config, kind) if optim is None else _trained(role, own, optim, config, kind)
         )
-        if role.name == "implicit_reward" and role.model.lora_rank == 0:
-            found.append(replace(_frozen(role, own, config, kind), role="implicit_reward's start"))
+        if role.name in starts and role.model.lora_rank == 0:
+            found.append(replace(_frozen(role, own, config, kind), role=f"{role.name}'s start"))
     return found
 
 

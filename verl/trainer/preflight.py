@@ -17,7 +17,8 @@ from verl.config.disk import checkpoint_bytes, disk_verdict, free_bytes
 from verl.config.layout_checks import model_layout_errors
 from verl.config.machine import machine_errors, missing_packages, on_cpu
 from verl.config.model_path import cached_config, context_length, endpoint, folder_problem, hub_error, offline
-from verl.config.parallelism import TEACHER, model_roles, needs_teacher
+from verl.config.parallelism import TEACHER, needs_teacher
+from verl.config.roles import model_roles
 from verl.config.schema import (
     GenerationModelConfig,
     ModelConfig,

@@ -24,6 +24,7 @@ from verl.checkpoint import CheckpointManager, PartSettings
 from verl.checkpoint.manifest import MANIFEST
 from verl.checkpoint.steps import list_steps
 from verl.config.machine import on_cpu
+from verl.config.roles import ACTOR, find_role
 from verl.data.assemble import assemble_rollouts
 from verl.data.chat import ChatFormat, load_tokenizer
 from verl.data.conversations import answer_ids
@@ -160,8 +161,8 @@ class Session:
         steps = self.cfg.trainer.total_training_steps
         group = LocalGroup(self.cfg, self.tokenizer, training_steps=steps, model=module, optimizer=optimizer)
         stack.callback(group.close)
-        if reference and group.ref_engine is None:
-            group.build_reference(frozen)
+        if reference and not group.has("ref"):
+            group.add(find_role("ref"), frozen)
         return group
 
     @property
@@ -282,15 +283,15 @@ class Session:
         self._check_open()
         batch = self._with_temperature(batch)
         if not reference:
-            return self._group.log_probs(batch).batch["old_log_probs"]
-        if self._group.ref_engine is None and self.cfg.actor_rollout_ref.model.lora_rank == 0:
-            if not self._loadable:
+            return self._group.forward(ACTOR, batch, ("old_log_probs",)).batch["old_log_probs"]
+        if not self._group.has("ref"):
+            if not self._loadable and self.cfg.actor_rollout_ref.model.lora_rank == 0:
                 raise ConfigError(
                     "there is no reference: the model was given as an object and learns in place. Session(model, "
                     "reference=True) keeps a copy of its start"
                 )
-            self._group.build_reference()
-        return self._group.ref_log_probs(batch).batch["ref_log_prob"]
+            self._group.add(find_role("ref"))
+        return self._group.forward("ref", batch, ("ref_log_prob",)).batch["ref_log_prob"]
 
     def _with_temperature(self, batch: DataProto) -> DataProto:
         missing = [name for name in _ROWS if name not in batch.batch]

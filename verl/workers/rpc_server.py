@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import sys
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -105,7 +106,8 @@ class LogBuffer(logging.Handler):
 
 
 class RPCServer:
-    """Serves `do_<call>` one at a time, and `control_<call>` concurrently from another thread.
+    """Serves its methods `do_<call>` one at a time, and `control_<call>` concurrently from another thread. The driver
+    names them by reference (`RankCalls.all(TrainRank.do_save, ...)`).
 
     Independent of how calls arrive (Ray, or a test that starts processes itself)."""
 
@@ -122,11 +124,12 @@ class RPCServer:
         root.addHandler(self._logs)
         root.setLevel(logging.INFO)
 
-    def serve(self, call: str, *args: Any, **kwargs: Any) -> Outcome:
-        value, failure = None, None
+    def serve(self, call: str, *args: Any, label: str = "") -> Outcome:
+        """The answer of `do_<call>`. `label`: what messages and phases call it."""
+        value, failure, label = None, None, label or call
         try:
-            with self.watchdog.serving(call), live.phase(call):
-                value = getattr(self, f"do_{call}")(*args, **kwargs)
+            with self.watchdog.serving(label), live.phase(label):
+                value = getattr(self, f"do_{call}")(*args)
         # SystemExit would end this process, or its thread, without a message.
         except (Exception, SystemExit) as error:
             failure = Failure.of(error, self.watchdog)
@@ -156,6 +159,13 @@ class RPCServer:
             "log": log,
             "devices": os.environ.get("CUDA_VISIBLE_DEVICES", ""),
         }
+
+    def do_prepare(self, search_path: tuple[str, ...], folder: str) -> None:
+        """Import modules as the driver does, whose working directory is `folder`: what is sent from now on may hold
+        objects of a user's modules."""
+        sys.path += [entry for entry in search_path if entry not in sys.path]
+        if os.path.isdir(folder):
+            os.chdir(folder)
 
     def do_close(self) -> None:
         """Free what was built."""
