@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -28,10 +29,17 @@ class Method:
     name: str
     needs: tuple[str, ...] = ()
     whole_groups: bool = False
+    function: Callable[..., Any] | None = None
+
+    def __call__(self, **available: Any) -> Any:
+        """Call the function with those of `available` it has parameters for."""
+        assert self.function is not None
+        return call_with_known(self.function, available, f"the policy loss {self.name!r}")
 
 
 def policy_loss(name: str) -> Method:
-    return Method(name, NEEDS.get(name, ()), name in GROUP_LOSSES)
+    function = importlib.import_module("verl.algorithms").get_policy_loss_fn(name)
+    return Method(name, NEEDS.get(name, ()), name in GROUP_LOSSES, function)
 
 
 def adv_estimator(name: str) -> Method:
@@ -43,7 +51,7 @@ def needed_columns(config: PPOConfig) -> tuple[str, ...]:
     actor = config.actor_rollout_ref.actor
     kl = ("ref_log_prob",) if actor.use_kl_loss or config.algorithm.use_kl_in_reward else ()
     estimator = adv_estimator(config.algorithm.adv_estimator).needs
-    return tuple(dict.fromkeys((*estimator, *policy_loss(actor.policy_loss.loss_mode).needs, *kl)))
+    return tuple(dict.fromkeys((*estimator, *NEEDS.get(actor.policy_loss.loss_mode, ()), *kl)))
 
 
 def register_section(key: str, section: type) -> None:
