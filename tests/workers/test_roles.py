@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -355,7 +356,7 @@ def test_a_loss_of_ones_own_sees_a_behaviour_policy_without_gradient():
         return -(advantages * (log_prob - old_log_prob).exp() * response_mask).sum(), {}
 
     role = actor()
-    role.policy_loss = plain
+    role.policy_loss = replace(role.policy_loss, function=plain)
     log_prob, advantages = numbers(0).requires_grad_(), numbers(2, -1, 1)
     loss, _ = role.loss(ModelOutput(log_probs=log_prob), micro(advantages=advantages))
     loss.backward()

@@ -6,6 +6,7 @@ import fcntl
 import os
 import socket
 import struct
+import sys
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -40,17 +41,24 @@ class RankSetup(Generic[Config]):
     threads: int | None = None
     """Of a CPU rank; None: torch's default."""
     one_host: bool = True
+    search_path: tuple[str, ...] = ()
+    """The driver's `sys.path`, for plugins."""
+    folder: str = ""
+    """The driver's working directory, for relative paths in the config."""
     model: nn.Module | None = None
     devices: tuple[str, ...] = ()
     """The GPU each rank sees, by rank."""
 
 
 def prepare_process(setup: RankSetup[Any], address: str) -> None:
-    """Before a model is loaded: plugins, threads, and gloo's network interface for `address`."""
+    """Before a model is loaded: module paths, plugins, threads, and gloo's network interface for `address`."""
     from verl.config.load import import_plugins
     from verl.runtime import quiet_transformers
 
     quiet_transformers()
+    sys.path += [folder for folder in setup.search_path if folder not in sys.path]
+    if os.path.isdir(setup.folder):
+        os.chdir(setup.folder)
     import_plugins(setup.cfg)
     if setup.threads is not None:
         torch.set_num_threads(setup.threads)

@@ -38,7 +38,6 @@ from verl.workers.ray_live import RankSnapshots
 from verl.workers.ray_rollout import RayRollout
 from verl.workers.roles import Kept
 from verl.workers.rollout_rank import RolloutRank
-from verl.workers.rpc_server import RPCServer
 from verl.workers.shard_batch import (
     for_ranks,
     from_arrays,
@@ -270,7 +269,6 @@ class RolloutPool:
         own = copy.copy(setup)
         own.threads = None if setup.threads is None else self.cluster.threads()
         assert info.model is not None
-        self.calls.all(RolloutRank.do_prepare, *process_paths())
         self.calls.all(RolloutRank.do_build, ray.put(own), info.model, info.adapter)
         self._trainer = trainer
         self._all_calls = RankCalls.together(trainer, self.calls)
@@ -326,11 +324,6 @@ class RolloutPool:
         self.cluster.close()
 
 
-def process_paths() -> tuple[tuple[str, ...], str]:
-    """Where this process finds modules, and its working directory."""
-    return tuple(os.path.abspath(folder) for folder in sys.path), os.getcwd()
-
-
 def build_ranks(
     cluster: Cluster,
     calls: RankCalls,
@@ -348,10 +341,11 @@ def build_ranks(
     setup.threads = None if gpus else cluster.threads()
     setup.one_host = len({*calls.addresses, *others}) == 1
     setup.devices = tuple(calls.devices)
+    setup.search_path = tuple(os.path.abspath(folder) for folder in sys.path)
+    setup.folder = os.getcwd()
     if joined and (len(calls) > 1 or others):
         address = "127.0.0.1" if setup.one_host else calls.addresses[0]
         setup.store = calls.one(0, JoinedRank.do_open_store, address)
-    calls.all(RPCServer.do_prepare, *process_paths())
     return calls.each(build, [(ray.put(setup), *args)] * len(calls))
 
 

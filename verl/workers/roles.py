@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from verl.agents.conversation import Conversation
-from verl.algorithms import agg_loss, compute_value_loss, get_policy_loss_fn, kl_penalty
+from verl.algorithms import agg_loss, compute_value_loss, kl_penalty
 from verl.algorithms.aggregation import loss_denominators
-from verl.config.methods import call_with_known, policy_loss
+from verl.config.methods import policy_loss
 from verl.config.roles import ACTOR, Role, refreshed
 from verl.data.assemble import assemble_rollouts
 from verl.data.proto import DataProto, object_column
@@ -184,8 +184,7 @@ class ActorRole(RoleWorker):
 
     def __init__(self, engine: TrainEngine, cfg: ActorConfig, *, loss_scale_factor: int) -> None:
         super().__init__(engine, cfg, loss_scale_factor=cfg.loss_scale_factor or loss_scale_factor)
-        self.policy_loss = get_policy_loss_fn(cfg.policy_loss.loss_mode)
-        self._needs = policy_loss(cfg.policy_loss.loss_mode).needs
+        self.policy_loss = policy_loss(cfg.policy_loss.loss_mode)
         self._gap = RolloutGap()
         self.tokens = TokenOutputs()
         self.teacher: Teacher | None = None
@@ -224,21 +223,19 @@ class ActorRole(RoleWorker):
         if "old_log_probs" not in tensors and "rollout_log_probs" in tensors:
             self._gap.add(old_log_prob, tensors["rollout_log_probs"], mask)
         prepared = {k.removeprefix(_PREPARED): v for k, v in tensors.items() if k.startswith(_PREPARED)}
-        offered = {
-            **{name: tensors[name] for name in self._needs if name in tensors},
-            "old_log_prob": old_log_prob,
-            "log_prob": log_prob,
-            "advantages": tensors["advantages"],
-            "response_mask": mask,
-            "loss_agg_mode": cfg.loss_agg_mode,
-            "config": LossConfig(cfg, info),
-            "rollout_is_weights": tensors.get("rollout_is_weights"),
-            **({"prepared": prepared} if prepared else {}),
-            **({} if out.kl is None else {"kl": out.kl}),
-        }
         with loss_denominators(info):
-            what = f"the policy loss {cfg.policy_loss.loss_mode!r}"
-            loss, found = call_with_known(self.policy_loss, offered, what)
+            loss, found = self.policy_loss(
+                old_log_prob=old_log_prob,
+                log_prob=log_prob,
+                advantages=tensors["advantages"],
+                response_mask=mask,
+                loss_agg_mode=cfg.loss_agg_mode,
+                config=LossConfig(cfg, info),
+                rollout_is_weights=tensors.get("rollout_is_weights"),
+                **({"prepared": prepared} if prepared else {}),
+                **({} if out.kl is None else {"kl": out.kl}),
+                **{name: tensors[name] for name in self.policy_loss.needs if name in tensors},
+            )
         tokens = mask.sum()
         metrics = {
             f"actor/{name.removeprefix('actor/')}": value

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import sys
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -159,13 +158,6 @@ class RPCServer:
             "log": log,
             "devices": os.environ.get("CUDA_VISIBLE_DEVICES", ""),
         }
-
-    def do_prepare(self, search_path: tuple[str, ...], folder: str) -> None:
-        """Import modules as the driver does, whose working directory is `folder`: what is sent from now on may hold
-        objects of a user's modules."""
-        sys.path += [entry for entry in search_path if entry not in sys.path]
-        if os.path.isdir(folder):
-            os.chdir(folder)
 
     def do_close(self) -> None:
         """Free what was built."""
