@@ -15,11 +15,21 @@ _HOMES = {
     "GRPOTrainer": "verl.trainer.api",
     "Session": "verl.trainer.session",
     "TrainingConfig": "verl.trainer.api",
+    "register_role": "verl.config.roles",
 }
 
-__all__ = ["DataProto", "GRPOTrainer", "PPOTrainer", "Session", "TrainingConfig", "__version__"]
+__all__ = [
+    "DataProto",
+    "GRPOTrainer",
+    "PPOTrainer",
+    "Session",
+    "TrainingConfig",
+    "__version__",
+    "register_role",
+]
 
 if TYPE_CHECKING:
+    from verl.config.roles import register_role
     from verl.data.proto import DataProto
     from verl.trainer.api import GRPOTrainer, PPOTrainer, TrainingConfig
     from verl.trainer.session import Session
