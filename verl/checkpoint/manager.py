@@ -81,12 +81,7 @@ class CheckpointManager:
         self.run_folder = Path(run_folder)
         self.settings = dict(settings or {})
         self.limits = Limits(
-            {
-                "actor": max_actor_to_keep,
-                "ref": max_actor_to_keep,
-                "critic": max_critic_to_keep,
-                "implicit_reward": max_actor_to_keep,
-            },
+            {**dict.fromkeys(("actor", *self.settings), max_actor_to_keep), "critic": max_critic_to_keep},
             keep_best,
             keep_best_mode,
         )

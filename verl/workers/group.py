@@ -31,9 +31,12 @@ from verl.workers.roles import Kept, OnFinish, generate_batch, joined_outputs
 from verl.workers.shard_batch import TOKEN_ROW
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from verl.agents.runner import ConversationRunner
     from verl.config.schema import PPOConfig
     from verl.rollout.base import RolloutEngine
+    from verl.workers.own_loss import LossFunction
 
 
 class WorkerGroup(ABC):
@@ -72,6 +75,33 @@ class WorkerGroup(ABC):
     ) -> dict[str, Metric]:
         """One optimiser step of `role` on one mini-batch, over all ranks. `prepared`: what the policy loss's `prepare`
         computed from the mini-batch, a row for each of its rows."""
+
+    @abstractmethod
+    def forward_backward(
+        self,
+        role: str,
+        mini: DataProto,
+        prepared: Mapping[str, torch.Tensor] | None = None,
+        loss: str | LossFunction | None = None,
+    ) -> dict[str, Metric]:
+        """Add the gradients of one mini-batch to those of `role`. `loss`: another than the role's own; of the actor
+        a policy loss by its name."""
+
+    @abstractmethod
+    def optim_step(self, role: str, lr: float | None = None) -> dict[str, float]:
+        """Step with the gradients that were added (`TrainEngine.optimizer_step`)."""
+
+    @abstractmethod
+    def zero_grad(self, role: str) -> None:
+        """Drop the gradients that were added."""
+
+    @abstractmethod
+    def add(self, role: str, model: nn.Module | None = None) -> None:
+        """Build one more role: from `model`, or from the path of its model."""
+
+    def has(self, role: str) -> bool:
+        """Whether the role is built."""
+        return any(built.name == role for built in self.roles)
 
     @abstractmethod
     def kept_tokens(self) -> list[Kept]:

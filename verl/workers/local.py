@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ from verl.observe.profiling import profiled
 from verl.rollout import build_rollout
 from verl.rollout.samples import SampleStream
 from verl.workers.group import WorkerGroup, samples_over
+from verl.workers.own_loss import LossFunction, engine_loss
 from verl.workers.roles import ActorRole, Kept, RoleWorker
 
 if TYPE_CHECKING:
@@ -61,12 +63,13 @@ class LocalGroup(WorkerGroup):
         self.device = choose_device(cfg.trainer.device)
         self._tokens = len(tokenizer)
         self._workers: dict[str, RoleWorker] = {}
+        self._other_losses: dict[str, ActorRole] = {}
         # Copies of a handed-in module are taken first: the actor's engine prepares the module for training.
         models = {ACTOR: model}
         if model is not None:
             models |= {role.name: without_adapters(model) for role in self.roles[1:] if self._as_actor(role)}
         for role in self.roles:
-            self.add(role, models.get(role.name))
+            self._build(role, models.get(role.name))
             if role.name == ACTOR:
                 self.rollout = self.build_rollout_engine(tokenizer)
         self.pad_token_id = pad_id(tokenizer)
@@ -78,8 +81,12 @@ class LocalGroup(WorkerGroup):
         own = engine_role(self.cfg, role) is role
         return own and model_of(self.cfg, role)[1].path == self.cfg.actor_rollout_ref.model.path
 
-    def add(self, role: Role, model: nn.Module | None = None) -> None:
-        """Build a role: its engine, from `model` or from the path of its model, unless another role's works as it."""
+    def add(self, role: str, model: nn.Module | None = None) -> None:
+        self._build(find_role(role), model)
+        self.roles.append(find_role(role))
+
+    def _build(self, role: Role, model: nn.Module | None) -> None:
+        """A role with its engine, unless another role's works as it."""
         section, worker = self.section(role.name), role.worker_class()
         engine_of = engine_role(self.cfg, role)
         if engine_of is not role:
@@ -115,10 +122,6 @@ class LocalGroup(WorkerGroup):
             bad_batch_dir=folder,
             **options,
         )
-
-    def has(self, role: str) -> bool:
-        """Whether the role is built."""
-        return role in self._workers
 
     @property
     def actor(self) -> ActorRole:
@@ -175,6 +178,32 @@ class LocalGroup(WorkerGroup):
     ) -> dict[str, Metric]:
         with self.resident(role, optimizer=True):
             return self._workers[role].train(mini, prepared)
+
+    def forward_backward(
+        self,
+        role: str,
+        mini: DataProto,
+        prepared: Mapping[str, torch.Tensor] | None = None,
+        loss: str | LossFunction | None = None,
+    ) -> dict[str, Metric]:
+        worker = self._workers[role]
+        if callable(loss):
+            function, temperature = engine_loss(loss, self.cfg), mini.meta_info["temperature"]
+            return worker.engine.forward_backward(mini, function, temperature=temperature)
+        if loss is not None and loss not in self._other_losses:
+            section = copy.deepcopy(worker.cfg)
+            section.policy_loss.loss_mode = loss
+            self._other_losses[loss] = ActorRole(
+                worker.engine, section, loss_scale_factor=self.cfg.data.max_response_length
+            )
+        return (worker if loss is None else self._other_losses[loss]).forward_backward(mini, prepared)
+
+    def optim_step(self, role: str, lr: float | None = None) -> dict[str, float]:
+        with self.resident(role, optimizer=True):
+            return self._workers[role].engine.optimizer_step(lr)
+
+    def zero_grad(self, role: str) -> None:
+        self._workers[role].engine.zero_grad()
 
     def kept_tokens(self) -> list[Kept]:
         return [self.actor.tokens.take()]

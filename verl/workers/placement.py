@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from verl.checkpoint import CheckpointManager
+from verl.checkpoint import CheckpointManager, PartSettings
 from verl.checkpoint.resume import Found, resume_newest
 from verl.checkpoint.state import capture_rng, check_rng, restore_rng
 from verl.checkpoint.steps import TRACKER
@@ -52,8 +52,8 @@ def build_group(
     cfg: PPOConfig,
     tokenizer: Any,
     *,
-    training_steps: int,
-    run_folder: Path,
+    training_steps: int | None,
+    run_folder: Path | None,
     model: nn.Module | None = None,
 ) -> LocalGroup | RayGroup:
     """The worker group that `trainer.n_gpus_per_node` and `trainer.nnodes`, and those of rollout, ask for."""
@@ -109,6 +109,24 @@ def build_checkpoints(cfg: PPOConfig, group: LocalGroup | RayGroup, folder: Path
     return RayCheckpoints(group.calls)
 
 
+def open_checkpoints(
+    group: LocalGroup | RayGroup,
+    folder: Path,
+    settings: dict[str, PartSettings],
+    began: int | None = None,
+    **options: Any,
+) -> CheckpointManager | RayCheckpoints:
+    """Those of any folder. `began`: the step from which the group will save to it (`CheckpointManager.start_from`)."""
+    if not isinstance(group, LocalGroup):
+        checkpoints = RayCheckpoints(group.calls)
+        checkpoints.open(folder, settings, began, options)
+        return checkpoints
+    manager = CheckpointManager(folder, settings, **options)
+    if began is not None:
+        manager.start_from(began)
+    return manager
+
+
 class RayCheckpoints:
     """As the loop uses `CheckpointManager`: every rank saves and loads its shards in a folder all nodes see."""
 
@@ -118,6 +136,11 @@ class RayCheckpoints:
         self._calls, self._rank = calls, TrainRank
         self.failure: str | None = None
         """Why the last save that failed did."""
+
+    def open(
+        self, folder: Path, settings: dict[str, PartSettings], began: int | None, options: dict[str, Any]
+    ) -> None:
+        self._calls.all(self._rank.do_open_checkpoints, folder, settings, began, options)
 
     def rehearse(
         self, parts: Mapping[str, Any], trainer_state: Mapping[str, Any], *, tokenizer: Any = None

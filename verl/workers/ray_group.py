@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 
     from verl.config.schema import PPOConfig
     from verl.rollout.weight_sync.broadcast import SyncReport
+    from verl.workers.own_loss import LossFunction
 
 logger = logging.getLogger(__name__)
 Built = TypeVar("Built")
@@ -77,8 +78,8 @@ class RayGroup(WorkerGroup):
         cfg: PPOConfig,
         tokenizer: Any,
         *,
-        training_steps: int,
-        run_folder: Path,
+        training_steps: int | None,
+        run_folder: Path | None,
         model: nn.Module | None = None,
     ) -> None:
         super().__init__(cfg)
@@ -115,13 +116,13 @@ class RayGroup(WorkerGroup):
         )
 
     def _build(
-        self, tokenizer: Any, training_steps: int, run_folder: Path, model: nn.Module | None
+        self, tokenizer: Any, training_steps: int | None, run_folder: Path | None, model: nn.Module | None
     ) -> ModelSize:
         setup = RankSetup(
             cfg=copy.deepcopy(self.cfg),
             tokenizer=tokenizer,
             training_steps=training_steps,
-            run_folder=run_folder.absolute(),
+            run_folder=Path() if run_folder is None else run_folder.absolute(),
             model=model,
         )
         addresses = self.pool.calls.addresses if self.pool else ()
@@ -150,16 +151,52 @@ class RayGroup(WorkerGroup):
     def train(
         self, role: str, mini: DataProto, prepared: Mapping[str, torch.Tensor] | None = None
     ) -> dict[str, Metric]:
+        return self._learn(TrainRank.do_train, f"train_{role}", role, mini, prepared)
+
+    def forward_backward(
+        self,
+        role: str,
+        mini: DataProto,
+        prepared: Mapping[str, torch.Tensor] | None = None,
+        loss: str | LossFunction | None = None,
+    ) -> dict[str, Metric]:
+        columns = () if loss is None or isinstance(loss, str) else tuple(mini.batch)
+        if isinstance(loss, str):
+            columns = policy_loss(loss).needs
+        return self._learn(TrainRank.do_forward_backward, "", role, mini, prepared, columns, loss)
+
+    def _learn(
+        self,
+        call: Callable[..., dict[str, Metric]],
+        label: str,
+        role: str,
+        mini: DataProto,
+        prepared: Mapping[str, torch.Tensor] | None,
+        columns: Sequence[str] = (),
+        *args: Any,
+    ) -> dict[str, Metric]:
+        """A training call with the shards of a mini-batch. `columns`: those it reads besides the role's."""
         layout = self._layout(role)
-        shards = self._shard(self._chosen(mini, self._trains_on(role)), layout.dp)
+        shards = self._shard(self._chosen(mini, (*self._trains_on(role), *columns)), layout.dp)
         extra = pad_rows(prepared, layout.dp) if prepared else {}
         meta = {**mini.meta_info, "dp_size": layout.dp}
-        args = [
-            (role, ref, to_arrays(extra, rows), meta)
+        shares = [
+            (role, ref, to_arrays(extra, rows), meta, *args)
             for ref, rows in zip(shards.refs, shards.rows, strict=True)
         ]
-        found = self.calls.each(TrainRank.do_train, for_ranks(layout, args), f"train_{role}")
-        return reduce_metrics(reported(layout, found))
+        return reduce_metrics(reported(layout, self.calls.each(call, for_ranks(layout, shares), label)))
+
+    def optim_step(self, role: str, lr: float | None = None) -> dict[str, float]:
+        return self.calls.all(TrainRank.do_optim_step, role, lr)[0]
+
+    def zero_grad(self, role: str) -> None:
+        if not self.calls.broken:  # or nothing is asked of the ranks any more
+            self.calls.all(TrainRank.do_zero_grad, role)
+
+    def add(self, role: str, model: nn.Module | None = None) -> None:
+        assert model is None, "ranks load a model from its path"
+        self.calls.all(TrainRank.do_add, role)
+        self.roles.append(find_role(role))
 
     def _trains_on(self, role: str) -> tuple[str, ...]:
         """The columns a role's loss reads; the actor's also what its policy loss says it needs."""

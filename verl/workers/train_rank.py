@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from verl.checkpoint import CheckpointManager
+from verl.checkpoint import CheckpointManager, PartSettings
 from verl.checkpoint.resume import Found
 from verl.config.parallelism import EXTERNAL_ENGINES, Layout, engine_size, layout_of, rollout_pool
 from verl.models.weight_source import Adapter, NamedTensors, Names, SourceLogProbs, WeightSource
@@ -32,6 +32,7 @@ from verl.rollout.weight_sync.fingerprint import Manifest
 from verl.runtime import environment
 from verl.workers.generation_stream import RolloutServer
 from verl.workers.local import LocalGroup
+from verl.workers.own_loss import LossFunction
 from verl.workers.rank import JoinedRank, RankSetup, collective_timeout_s
 from verl.workers.shard_batch import Arrays, from_arrays, to_arrays
 
@@ -92,7 +93,7 @@ class RankGroup(LocalGroup):
             setup.tokenizer,
             training_steps=setup.training_steps,
             model=setup.model,
-            run_folder=setup.run_folder,
+            run_folder=None if setup.run_folder == Path() else setup.run_folder,
         )
         self._generation: ExitStack | None = None
         self._base_sent = False
@@ -211,6 +212,7 @@ class TrainRank(JoinedRank, RolloutServer):
     def __init__(self, rank: int, world_size: int = 1) -> None:
         super().__init__(rank, world_size)
         self._profile = ExitStack()
+        self._opened: dict[Any, CheckpointManager] = {}
 
     @property
     def group(self) -> RankGroup:
@@ -221,7 +223,8 @@ class TrainRank(JoinedRank, RolloutServer):
         """Join the process group and load this rank's shard of the models."""
         self.join(setup)
         self._group = RankGroup(setup, self.rank)
-        self._checkpoints = CheckpointManager.from_config(setup.cfg, setup.run_folder)
+        if setup.run_folder != Path():
+            self._checkpoints = CheckpointManager.from_config(setup.cfg, setup.run_folder)
         self._tokenizer = setup.tokenizer
         if not rollout_pool(setup.cfg):
             return RankInfo(self.group.model_size())
@@ -244,6 +247,31 @@ class TrainRank(JoinedRank, RolloutServer):
         self, role: str, part: Arrays, prepared: Arrays, meta: Mapping[str, Any]
     ) -> dict[str, Metric]:
         metrics = self.group.train(role, from_arrays(part, meta), from_arrays(prepared).batch)
+        return self._reported(role, metrics)
+
+    def do_forward_backward(
+        self,
+        role: str,
+        part: Arrays,
+        prepared: Arrays,
+        meta: Mapping[str, Any],
+        loss: str | LossFunction | None,
+    ) -> dict[str, Metric]:
+        mini = from_arrays(part, meta)
+        metrics = self.group.forward_backward(role, mini, from_arrays(prepared).batch, loss)
+        return self._reported(role, metrics)
+
+    def do_optim_step(self, role: str, lr: float | None) -> dict[str, float]:
+        return self.group.optim_step(role, lr)
+
+    def do_zero_grad(self, role: str) -> None:
+        self.group.zero_grad(role)
+
+    def do_add(self, role: str) -> None:
+        self.group.add(role)
+
+    def _reported(self, role: str, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+        """As they are sent; none where another rank answers for the same rows."""
         layout = self.group.layout(role)
         if not layout.reports(self.rank):
             return {}
@@ -311,6 +339,17 @@ class TrainRank(JoinedRank, RolloutServer):
         return self.group.probe(prompt, answers)
 
     # -- checkpoints --------------------------------------------------------------------------------------------
+
+    def do_open_checkpoints(
+        self, folder: Path, settings: dict[str, PartSettings], began: int | None, options: dict[str, Any]
+    ) -> None:
+        """Save to and resume from `folder` from now on. `began`: as for `CheckpointManager.start_from`."""
+        key = folder, began, str(options)
+        if key not in self._opened:
+            self._opened[key] = CheckpointManager(folder, settings, **options)
+            if began is not None:
+                self._opened[key].start_from(began)
+        self._checkpoints = self._opened[key]
 
     def do_rehearse_save(self, state: Mapping[str, Any]) -> None:
         assert self._checkpoints is not None
