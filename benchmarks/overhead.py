@@ -143,7 +143,7 @@ def _step(group: Any, cfg: PPOConfig, prompts: DataProto, step: int) -> tuple[di
     batch = group.generate(prompts, settings)
     times.append(time.perf_counter())
     batch.meta_info["temperature"] = 1.0
-    batch.batch |= group.log_probs(batch).batch
+    batch.batch |= group.forward("actor", batch, ["old_log_probs"]).batch
     times.append(time.perf_counter())
     signs = torch.arange(len(batch)).remainder(2).mul(2).sub(1).float()
     batch.batch["advantages"] = signs.unsqueeze(-1).expand_as(batch.batch["response_mask"]).contiguous()

@@ -19,12 +19,14 @@ _HOMES = {
     "register_adv_est": "verl.config.methods",
     "register_policy_loss": "verl.config.methods",
     "TrainingConfig": "verl.trainer.api",
+    "register_role": "verl.config.roles",
 }
 
 __all__ = ["__version__", *_HOMES]
 
 if TYPE_CHECKING:
     from verl.config.methods import register_adv_est, register_policy_loss
+    from verl.config.roles import register_role
     from verl.data.proto import DataProto
     from verl.trainer.api import GRPOTrainer, PPOTrainer, TrainingConfig
     from verl.trainer.session import Session

@@ -146,7 +146,7 @@ def assert_aligned(loop: Any, world: bool = True) -> None:
     policy = batch.batch["response_mask"].bool()
     ages = (loop.step_number - 1 - batch.batch["token_versions"])[policy]
     assert int(ages.min()) >= 0 and int(ages.max()) <= loop.experience.staleness
-    log_probs = loop.workers.log_probs(batch).batch["old_log_probs"][policy]
+    log_probs = loop.workers.forward("actor", batch, ["old_log_probs"]).batch["old_log_probs"][policy]
     assert torch.isfinite(log_probs).all()
     if loop.cfg.actor_rollout_ref.actor.optim.lr == 0:
         torch.testing.assert_close(log_probs, batch.batch["rollout_log_probs"][policy], atol=1e-5, rtol=0)

@@ -8,7 +8,8 @@ import pytest
 
 from verl.config.checks import check
 from verl.config.load import load_ppo_config
-from verl.config.parallelism import model_roles, needs_reference
+from verl.config.parallelism import needs_reference
+from verl.config.roles import model_roles
 from verl.errors import ConfigError
 
 LOSS = "actor_rollout_ref.actor.policy_loss"

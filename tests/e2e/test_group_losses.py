@@ -164,7 +164,11 @@ def test_the_reference_becomes_the_policy_and_stays_so_until_the_next_time(train
 
     def remember(workers):
         actor = workers.actor_engine.state()
-        ref = workers.ref_engine.state()["model"] if workers.ref_engine else actor["extra"]["reference"]
+        ref = (
+            workers.engines()["ref"].state()["model"]
+            if "ref" in workers.engines()
+            else actor["extra"]["reference"]
+        )
         seen.append((digest(actor["model"]), digest(ref)))
 
     step = RLLoop.step

@@ -3,6 +3,7 @@ actor's own loss under the config of a recipe."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from verl.algorithms import get_kl_controller
 from verl.config.load import load_ppo_config
-from verl.config.methods import call_with_known, get_policy_loss_prepare
+from verl.config.methods import call_with_known, get_policy_loss_prepare, needed_columns
 from verl.config.schema import PPOConfig
 from verl.data.proto import DataProto
 from verl.engines.base import ModelOutput
@@ -52,11 +53,13 @@ class PlantedWorkers:
 
     policy_version = 0
 
-    def log_probs(self, batch: DataProto, with_sum_pi_squared: bool = False) -> DataProto:
-        return DataProto.from_dict({"old_log_probs": OLD})
+    def __init__(self, cfg: PPOConfig) -> None:
+        self.columns = frozenset(needed_columns(cfg))
 
-    def ref_log_probs(self, batch: DataProto) -> DataProto:
-        return DataProto.from_dict({"ref_log_prob": REF})
+    def add_columns(self, batch: DataProto, columns: Collection[str], timer: Timer) -> dict[str, float]:
+        planted = {"old_log_probs": OLD, "ref_log_prob": REF}
+        batch.batch |= {name: planted[name] for name in columns if name in planted}
+        return {}
 
 
 def learn(cfg: PPOConfig) -> DataProto:
@@ -74,7 +77,7 @@ def learn(cfg: PPOConfig) -> DataProto:
     )
     loop: Any = SimpleNamespace(
         cfg=cfg,
-        workers=PlantedWorkers(),
+        workers=PlantedWorkers(cfg),
         kl_controller=get_kl_controller(cfg.algorithm.kl_ctrl),
         generator=torch.Generator().manual_seed(0),
     )

@@ -65,7 +65,7 @@ def watch(
     from verl.trainer.main_ppo import run
     from verl.workers.local import LocalGroup
 
-    step, generate, train = RLLoop.step, LocalGroup.generate, LocalGroup.train_mini_batch
+    step, generate, train = RLLoop.step, LocalGroup.generate, LocalGroup.train
 
     def go(
         *extra: str,
@@ -100,7 +100,7 @@ def watch(
         with monkeypatch.context() as patch:
             patch.setattr(RLLoop, "step", watched_step)
             patch.setattr(LocalGroup, "generate", watched_generate)
-            patch.setattr(LocalGroup, "train_mini_batch", watched_train)
+            patch.setattr(LocalGroup, "train", watched_train)
             result = run(
                 load_ppo_config(
                     tiny_run(

@@ -68,13 +68,12 @@ def test_the_model_handed_in_learns_and_its_reference_does_not(
     assert any(not torch.equal(value, before[name]) for name, value in weights(model).items())
     with group.actor_engine.weights().structure() as module:
         assert module is model, "no copy learns in its place"
-    with group.ref_engine.weights().structure() as module:
+    with group.engines()["ref"].weights().structure() as module:
         reference = weights(module)
     assert all(torch.equal(value, reference[name]) for name, value in before.items())
     if trainer is PPOTrainer:
-        assert group.critic is not None
         ours = {value.data_ptr() for value in model.parameters()}
-        with group.critic.engine.weights().structure() as module:
+        with group.engines()["critic"].weights().structure() as module:
             assert ours.isdisjoint(value.data_ptr() for value in module.parameters())
         assert group.cfg.algorithm.use_kl_in_reward and group.cfg.algorithm.kl_ctrl.kl_coef == 0.01
     else:

@@ -28,6 +28,11 @@ CALLS = [
     "save",
 ]
 """Calls of a PPO step that a rank serves, in order."""
+METHODS = {
+    **dict.fromkeys(("log_probs", "ref_log_probs", "values"), "forward"),
+    **dict.fromkeys(("train_actor", "train_critic"), "train"),
+}
+"""Those of them that are calls of one method for several roles."""
 ACTIONS = {
     "kill": "os.kill(os.getpid(), signal.SIGKILL)",
     "kill the other": "os.kill(int(Path(note).read_text()), signal.SIGKILL)",
@@ -54,18 +59,19 @@ def due():
 ON_A_RANK = """
 from verl.workers.train_rank import TrainRank
 
-def _install(call, rank, nth):
-    original = getattr(TrainRank, "do_" + call)
+def _install(phase, method, rank, nth):
+    original = getattr(TrainRank, "do_" + method)
     seen = 0
     def planned(self, *args, **kwargs):
         nonlocal seen
-        seen += 1
-        if rank in (None, self.rank) and nth in (None, seen) and due():
-            {action}
+        if self.watchdog.call == phase:
+            seen += 1
+            if rank in (None, self.rank) and nth in (None, seen) and due():
+                {action}
         return original(self, *args, **kwargs)
-    setattr(TrainRank, "do_" + call, planned)
+    setattr(TrainRank, "do_" + method, planned)
 
-_install({phase!r}, {rank}, {nth})
+_install({phase!r}, {method!r}, {rank}, {nth})
 """
 
 ON_THE_CONTROLLER = """
@@ -109,7 +115,8 @@ def write(
     name = f"fault_{phase}_{os.getpid()}_{len(list(folder.glob('fault_*')))}"
     head = HEAD.format(note=str(note or ""), after=str(after or ""), once=str(once or ""), node=node)
     body = ON_THE_CONTROLLER if controller else ON_A_RANK
-    text = head + body.format(action=ACTIONS[action], phase=phase, rank=rank, nth=nth)
+    method = METHODS.get(phase, phase)
+    text = head + body.format(action=ACTIONS[action], phase=phase, method=method, rank=rank, nth=nth)
     (folder / f"{name}.py").write_text(text)
     return name
 

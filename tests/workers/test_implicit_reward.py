@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 import torch
 
+from verl.config.roles import find_role
 from verl.config.schema import ImplicitRewardConfig, ModelConfig, OptimConfig
 from verl.data.proto import DataProto
+from verl.engines import build_engine
 from verl.engines.base import ModelOutput
 from verl.errors import ModelError
-from verl.workers.implicit_reward import ImplicitRewardRole, build_implicit_reward
+from verl.workers.implicit_reward import ImplicitRewardRole
+from verl.workers.roles import StartRole
 
 VOCAB, PROMPT, WIDTH = 25, 2, 6
 
@@ -43,11 +46,30 @@ def flat_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def build(folder: Path, *, lr: float = 3e-3, lora_rank: int = 0, tokens: int = VOCAB, **keys: Any):
     model = ModelConfig(path=str(folder), lora_rank=lora_rank)
     cfg = ImplicitRewardConfig(model=model, optim=OptimConfig(lr=lr), **keys)
-    common = {"device": torch.device("cpu"), "seed": 0, "bad_batch_dir": None}
-    return build_implicit_reward(cfg, models=(None, None), total_steps=100, tokens=tokens, **common)
+    return Trained(cfg, tokens)
 
 
-def responses(role: ImplicitRewardRole, planted: torch.Tensor, rows: int, generator: Any, *, ragged=False):
+class Trained(ImplicitRewardRole):
+    """The role, connected to its start as a worker group does it."""
+
+    def __init__(self, cfg: ImplicitRewardConfig, tokens: int) -> None:
+        options: dict[str, Any] = {"device": torch.device("cpu"), "log_prob_cfg": cfg, "total_steps": 100}
+        super().__init__(build_engine("actor", cfg.model, cfg, **options), cfg)
+        no_config: Any = None
+        self.connect(find_role("implicit_reward"), no_config, {}, tokens)
+        own = self.engine if cfg.model.lora_rank else build_engine("ref", cfg.model, cfg, **options)
+        self.start = StartRole(own, cfg)
+        row = find_role("implicit_reward_start")
+        self.start.connect(row, no_config, {"implicit_reward": self}, tokens)
+
+    def start_log_probs(self, batch: DataProto) -> torch.Tensor:
+        return self.start.forward(batch, ["start_log_prob"])["start_log_prob"]
+
+    def scores(self, batch: DataProto) -> torch.Tensor:
+        return self.forward(batch, ["process_rewards"])["process_rewards"]
+
+
+def responses(role: Trained, planted: torch.Tensor, rows: int, generator: Any, *, ragged=False):
     """Random tokens; a response is right where the planted rewards of its tokens sum to more than 0."""
     ids = torch.randint(3, VOCAB, (rows, PROMPT + WIDTH), generator=generator)
     mask = torch.ones(rows, WIDTH, dtype=torch.long)
@@ -74,7 +96,7 @@ def test_it_recovers_a_planted_token_reward_from_outcomes_alone(flat_model_dir):
     untrained = role.scores(responses(role, planted, 16, generator))
     assert torch.equal(untrained, torch.zeros_like(untrained)), "at its start it is its start"
     for _ in range(40):
-        metrics = role.train_mini_batch(responses(role, planted, 64, generator))
+        metrics = role.train(responses(role, planted, 64, generator))
     unseen = responses(role, planted, 256, generator)
     found = role.scores(unseen)
     wanted = planted[unseen.batch["input_ids"][:, PROMPT:]]
@@ -89,15 +111,15 @@ def test_it_recovers_a_planted_token_reward_from_outcomes_alone(flat_model_dir):
 def test_training_leaves_the_start_as_it_was(tiny_model_dir, lora_rank):
     """With adapters there is no second copy of the weights."""
     role = build(tiny_model_dir, lr=1e-2, lora_rank=lora_rank, beta=0.5)
-    assert (role.start is None) == (lora_rank > 0)
+    assert (role.start.engine is role.engine) == (lora_rank > 0)
     generator = torch.Generator().manual_seed(2)
     planted = torch.randn(VOCAB, generator=generator)
     batch = responses(role, planted, 32, generator)
     before = batch.batch["start_log_prob"].clone()
-    losses = [float(role.train_mini_batch(batch)["implicit_reward/loss"].value) for _ in range(8)]
+    losses = [float(role.train(batch)["implicit_reward/loss"].value) for _ in range(8)]
     assert losses[0] == pytest.approx(np.log(2), rel=1e-5) and losses[-1] < 0.9 * losses[0]
     assert torch.equal(role.start_log_probs(batch), before)
-    assert not torch.allclose(role.log_probs(batch), before, atol=1e-2)
+    assert not torch.allclose(role.engine.log_probs(batch)["log_probs"], before, atol=1e-2)
 
 
 def reference_gradient(folder: Path, batch: DataProto, beta: float) -> dict[str, torch.Tensor]:
@@ -134,7 +156,7 @@ def test_loss_and_gradient_do_not_depend_on_micro_batches(tiny_model_dir):
         # A start that is not the model itself, so that the logits are not all 0.
         noise = torch.randn(batch.batch["start_log_prob"].shape, generator=generator)
         batch.batch["start_log_prob"] += noise * batch.batch["response_mask"]
-        metrics = role.train_mini_batch(batch)
+        metrics = role.train(batch)
         moments = role.engine.state()["optimizer"]["exp_avg"]
         wanted = reference_gradient(tiny_model_dir, batch, 0.7)
         assert set(moments) <= set(wanted) and len(moments) > 10
@@ -147,7 +169,7 @@ def test_loss_and_gradient_do_not_depend_on_micro_batches(tiny_model_dir):
 def test_ranks_and_micro_batches_add_up_to_the_whole():
     """In float64: the mean over ranks of the sums of their micro-batches' losses; the same for metrics."""
     engine: Any = None  # the loss needs none
-    role = ImplicitRewardRole(engine, None, ImplicitRewardConfig(beta=0.4))
+    role = ImplicitRewardRole(engine, ImplicitRewardConfig(beta=0.4))
     generator = torch.Generator().manual_seed(4)
     rows = 9
     mask = (torch.arange(WIDTH) < torch.randint(0, WIDTH + 1, (rows, 1), generator=generator)).long()

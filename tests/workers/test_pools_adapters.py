@@ -88,7 +88,7 @@ class Pair:
         setup = RankSetup(cfg, tokenizer, training_steps=3, run_folder=folder)
         setup.store = self.trainer.do_open_store("127.0.0.1")
         self.trainer.do_build(setup)
-        self.rollout.do_build(replace(setup), self.trainer.do_model_info(), self.trainer.do_adapter())
+        self.rollout.do_build(replace(setup), self.trainer.group.model_info(), self.trainer.group.adapter())
         at_once(lambda: self.trainer.do_link(2), lambda: self.rollout.do_link(2))
 
     @property

@@ -93,12 +93,12 @@ def test_same_tokens_and_log_probs_and_early_ranks_take_more(groups, tmp_path):
 
     for batch in (found, expected):
         batch.meta_info["temperature"] = 1.0
-    ours = spread.log_probs(found).batch
+    ours = spread.forward("actor", found, ["old_log_probs"]).batch
     parts = spread._shards[2]
-    theirs = local.log_probs(expected).batch
+    theirs = local.forward("actor", expected, ["old_log_probs"]).batch
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         torch.testing.assert_close(ours[name], tensor, rtol=1e-4, atol=1e-5)
-    reference = spread.ref_log_probs(found).batch["ref_log_prob"]
+    reference = spread.forward("ref", found, ["ref_log_prob"]).batch["ref_log_prob"]
     assert spread._shards[2] is parts, "the same rows are stored once"
     torch.testing.assert_close(reference, theirs["old_log_probs"], rtol=1e-4, atol=1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,15 @@ import torch
 from verl.algorithms import corrects_rollout
 from verl.config.load import from_dict
 from verl.config.methods import POLICY_LOSS, Method
+from verl.config.roles import (
+    checkpoint_sections,
+    engine_role,
+    find_role,
+    model_roles,
+    roles_of,
+    saved_roles,
+    section_of,
+)
 from verl.config.schema import PPOConfig
 from verl.config.sections.actor import ActorConfig, CriticConfig
 from verl.data.proto import DataProto, object_column
@@ -21,9 +31,7 @@ from verl.rollout.samples import ResponseStream
 from verl.workers.group import (
     WorkerGroup,
     mini_batches,
-    needs_critic,
     needs_old_log_probs,
-    needs_reference,
 )
 from verl.workers.roles import (
     ActorRole,
@@ -156,12 +164,37 @@ def test_old_log_probs_are_left_out_only_where_the_update_gives_them():
         assert needs_old_log_probs(config(**{key: value}), 16), key
 
 
-def test_which_roles_a_config_asks_for():
-    assert not needs_reference(config()) and not needs_critic(config())
-    assert needs_reference(config(**{"algorithm.use_kl_in_reward": True}))
-    assert needs_reference(config(**{"actor_rollout_ref.actor.use_kl_loss": True}))
-    assert needs_critic(config(**{"algorithm.adv_estimator": "gae"}))
-    assert not needs_critic(config(**{"algorithm.adv_estimator": "gae", "critic.enable": False}))
+@pytest.mark.parametrize(
+    ("keys", "names"),
+    [
+        ({}, ["actor"]),
+        ({"algorithm.use_kl_in_reward": True}, ["actor", "ref"]),
+        ({"actor_rollout_ref.actor.use_kl_loss": True}, ["actor", "ref"]),
+        ({"actor_rollout_ref.actor.policy_loss.loss_mode": "distillation"}, ["actor", "teacher"]),
+        ({"algorithm.adv_estimator": "gae"}, ["actor", "critic"]),
+        ({"algorithm.adv_estimator": "gae", "critic.enable": False}, ["actor"]),
+        ({"critic.enable": True}, ["actor", "critic"]),
+        ({"algorithm.adv_estimator": "prime"}, ["actor", "implicit_reward", "implicit_reward_start"]),
+    ],
+)
+def test_which_roles_a_config_asks_for(keys, names):
+    assert [role.name for role in roles_of(config(**keys))] == names
+
+
+def test_what_checkpoints_hold_and_which_engine_works_as_a_start():
+    keys = {"actor_rollout_ref.actor.use_kl_loss": True, "algorithm.adv_estimator": "prime"}
+    assert saved_roles(config(**keys)) == ["actor", "implicit_reward"]
+    refreshed = config(**keys, **{"trainer.ref_update_freq": 2})
+    assert saved_roles(refreshed) == ["actor", "ref", "implicit_reward"]
+    assert checkpoint_sections(refreshed)["ref"].save_contents == ["model"]
+    below = config(**keys, **{"trainer.ref_update_freq": 2, "actor_rollout_ref.model.lora_rank": 4})
+    assert saved_roles(below) == ["actor", "implicit_reward"]
+    assert engine_role(below, find_role("ref")).name == "actor"
+    assert section_of(below, find_role("ref")) is below.actor_rollout_ref.actor
+    assert [role.name for role in model_roles(below)] == ["actor", "implicit_reward"]
+
+
+def test_corrections_of_the_rollout():
     weighted = {"algorithm.rollout_correction.rollout_is": "token"}
     assert corrects_rollout(config(**weighted)) and not corrects_rollout(config())
     assert not corrects_rollout(config(**weighted, **{"algorithm.rollout_correction.bypass_mode": True}))
@@ -258,7 +291,7 @@ class Counting(WorkerGroup):
         self.done: list[tuple[str, list[int], int]] = []
         self.published: list[int] = []
 
-    def train_mini_batch(self, role: str, mini: DataProto, prepared: Any = None) -> dict[str, Metric]:
+    def train(self, role: str, mini: DataProto, prepared: Any = None) -> dict[str, Metric]:
         rows = mini.batch["row"].tolist()
         self.done.append((role, rows, self.policy_version))
         tokens = mini.meta_info["batch_num_tokens"]
@@ -271,14 +304,9 @@ class Counting(WorkerGroup):
     def samples(self) -> Any: ...
     def generating(self) -> Any: ...
 
-    def log_probs(self, *arguments: Any, **more: Any) -> Any: ...
-    def ref_log_probs(self, *arguments: Any) -> Any: ...
-    def teacher_outputs(self, *arguments: Any) -> Any: ...
-    def values(self, *arguments: Any) -> Any: ...
-    def start_log_probs(self, *arguments: Any) -> Any: ...
-    def implicit_rewards(self, *arguments: Any) -> Any: ...
+    def forward(self, *arguments: Any) -> Any: ...
     def kept_tokens(self) -> Any: ...
-    def refresh_reference(self) -> None: ...
+    def refresh(self, role: str) -> None: ...
     def profile(self, *arguments: Any) -> Any: ...
     def checkpoint_parts(self) -> Any: ...
     def close(self) -> None: ...
@@ -329,7 +357,7 @@ def test_a_loss_of_ones_own_sees_a_behaviour_policy_without_gradient():
         return -(advantages * (log_prob - old_log_prob).exp() * response_mask).sum(), {}
 
     role = actor()
-    role.policy_loss = Method("plain", POLICY_LOSS, plain)
+    role.policy_loss = replace(role.policy_loss, function=plain)
     log_prob, advantages = numbers(0).requires_grad_(), numbers(2, -1, 1)
     loss, _ = role.loss(ModelOutput(log_probs=log_prob), micro(advantages=advantages))
     loss.backward()
@@ -361,12 +389,12 @@ def test_draws_of_a_loss_are_keyed_by_update_and_mini_batch(monkeypatch):
         drawn.append(float(torch.rand((), generator=generator)))
         return {}
 
-    def old_log_probs(self: Any, mini: DataProto, **_: Any) -> DataProto:
+    def old_log_probs(self: Any, role: str, mini: DataProto, columns: Any) -> DataProto:
         return DataProto.from_dict(tensors={"old_log_probs": torch.zeros(len(mini), 3)})
 
     loss = Method("mine", POLICY_LOSS, prepare, prepare=prepare)
     monkeypatch.setattr("verl.workers.group.policy_loss", lambda name: loss)
-    monkeypatch.setattr(Counting, "log_probs", old_log_probs)
+    monkeypatch.setattr(Counting, "forward", old_log_probs)
     batch = rows_of(8)
     batch.batch |= {"advantages": torch.zeros(8, 3), "old_log_probs": torch.full((8, 3), -1.0)}
     for first in (0, 1):
@@ -387,12 +415,12 @@ def test_log_probs_of_the_current_weights_are_not_computed_again(monkeypatch, ve
         used.append(float(log_prob[0, 0]))
         return {}
 
-    def current(self: Any, mini: DataProto, **_: Any) -> DataProto:
+    def current(self: Any, role: str, mini: DataProto, columns: Any) -> DataProto:
         return DataProto.from_dict(tensors={"old_log_probs": torch.zeros(len(mini), 3)})
 
     loss = Method("mine", POLICY_LOSS, prepare, prepare=prepare)
     monkeypatch.setattr("verl.workers.group.policy_loss", lambda name: loss)
-    monkeypatch.setattr(Counting, "log_probs", current)
+    monkeypatch.setattr(Counting, "forward", current)
     batch = rows_of(8)
     batch.batch |= {"advantages": torch.zeros(8, 3), "old_log_probs": torch.full((8, 3), -1.0)}
     batch.meta_info = {} if version is None else {"old_log_probs_version": version}

@@ -16,7 +16,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from verl.checkpoint.steps import (
     write_tracker,
 )
 from verl.config.recipes import COMMANDS
+from verl.config.roles import checkpoint_sections
 from verl.config.sections.model import HF_BY_DEFAULT_BELOW
 from verl.distributed import Ranks
 from verl.engines.base import TrainEngine
@@ -80,12 +81,7 @@ class CheckpointManager:
         self.run_folder = Path(run_folder)
         self.settings = dict(settings or {})
         self.limits = Limits(
-            {
-                "actor": max_actor_to_keep,
-                "ref": max_actor_to_keep,
-                "critic": max_critic_to_keep,
-                "implicit_reward": max_actor_to_keep,
-            },
+            {**dict.fromkeys(("actor", *self.settings), max_actor_to_keep), "critic": max_critic_to_keep},
             keep_best,
             keep_best_mode,
         )
@@ -122,19 +118,8 @@ class CheckpointManager:
     def from_config(cls, config: Any, run_folder: Path | str) -> CheckpointManager:
         """From the resolved configuration of reinforcement learning or of supervised fine-tuning."""
         trainer = config.trainer
-        if hasattr(config, "actor_rollout_ref"):
-            sections = {
-                "actor": config.actor_rollout_ref.actor.checkpoint,
-                "critic": config.critic.checkpoint,
-                "implicit_reward": config.implicit_reward.checkpoint,
-                "ref": replace(
-                    config.actor_rollout_ref.actor.checkpoint,
-                    save_contents=["model"],
-                    load_contents=["model"],
-                ),
-            }
-        else:
-            sections = {"actor": config.checkpoint}
+        rl = hasattr(config, "actor_rollout_ref")
+        sections = checkpoint_sections(config) if rl else {"actor": config.checkpoint}
         return cls(
             run_folder,
             {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl.config.parallelism import ModelRole, model_roles
+from verl.config.roles import ModelRole, model_roles
 from verl.config.schema import OfflineConfig, PPOConfig, PreferenceConfig
 
 

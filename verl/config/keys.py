@@ -137,8 +137,7 @@ def declared(kind: Any) -> Mapping[str, Declared]:
         default = each.default if each.default_factory is MISSING else each.default_factory()
         if default is MISSING:
             raise ConfigError(f"{kind.__qualname__}.{each.name}: a key of a section needs a default")
-        metadata = _resolved({**_PLAIN, **each.metadata}, each.name)
-        found[each.name] = Declared(types[each.name], default, metadata)
+        found[each.name] = Declared(types[each.name], default, {**_PLAIN, **each.metadata})
     return found
 
 
@@ -162,14 +161,14 @@ class Schema(NamedTuple):
     def add(self, kind: Any, prefix: str, defaults: Mapping[str, Any], used_if: tuple[str, ...]) -> None:
         """Add what a section declares; `defaults` are those of the section around it, `used_if` its conditions."""
         for last, declaration in declared(kind).items():
-            name = prefix + last
-            conditions = used_if + tuple(_absolute(each, prefix) for each in declaration.metadata["used_if"])
+            name, metadata = prefix + last, _resolved(declaration.metadata, last)
+            conditions = used_if + tuple(_absolute(each, prefix) for each in metadata["used_if"])
             if is_dataclass(declaration.type):
-                self.sections[name] = (declaration.type, declaration.metadata["doc"])
-                self.add(declaration.type, f"{name}.", declaration.metadata["defaults"], conditions)
+                self.sections[name] = (declaration.type, metadata["doc"])
+                self.add(declaration.type, f"{name}.", metadata["defaults"], conditions)
             else:
                 default = defaults.get(last, declaration.default)
-                self.keys[name] = Key(name, declaration.type, default, declaration.metadata, conditions)
+                self.keys[name] = Key(name, declaration.type, default, metadata, conditions)
 
 
 def added_sections(kind: Any) -> dict[str, type]:

@@ -11,8 +11,9 @@ from verl.config.capabilities import strategy_spec
 from verl.config.keys import get, put
 from verl.config.methods import POLICY_LOSS, builtin_names, needed_columns
 from verl.config.model_path import text_config
-from verl.config.parallelism import ModelRole, bubble_share, closest, divisors, layout_of
+from verl.config.parallelism import bubble_share, closest, divisors, layout_of
 from verl.config.plan import RunPlan
+from verl.config.roles import ModelRole
 from verl.config.schema import PPOConfig
 
 _ULYSSES = "ulysses_sequence_parallel_size"

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from verl.config.capabilities import engine_spec, strategy_spec
 from verl.config.known import TRACKER_SERVICES
-from verl.config.methods import needed_columns
-from verl.config.parallelism import model_roles, pools, world_size
+from verl.config.parallelism import pools, world_size
+from verl.config.roles import model_roles
 from verl.config.schema import GenerationConfig, OfflineConfig, PPOConfig
 from verl.errors import missing_package
 from verl.memory import free_host_bytes
@@ -207,14 +207,7 @@ def needed_packages(config: PPOConfig | OfflineConfig) -> dict[str, str]:
         policy = config.actor_rollout_ref
         if engine_spec(policy.rollout.name).package:
             found[policy.rollout.name] = f"actor_rollout_ref.rollout.name={policy.rollout.name}"
-        adapters = {"actor_rollout_ref.model": policy.model.lora_rank}
-        if config.critic.enable:
-            adapters["critic.model"] = config.critic.model.lora_rank
-        if "process_rewards" in needed_columns(config):
-            adapters["implicit_reward.model"] = config.implicit_reward.model.lora_rank
-    else:
-        adapters = {"model": config.model.lora_rank}
-    for key, rank in adapters.items():
-        if rank > 0:
-            found["peft"] = f"{key}.lora_rank={rank}"
+    for role in model_roles(config):
+        if role.model.lora_rank > 0:
+            found["peft"] = f"{role.model_key}.lora_rank={role.model.lora_rank}"
     return found

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from verl.config.capabilities import engine_spec, strategy_spec
 from verl.config.known import POOL_ASYNC_MODES
 from verl.config.methods import needed_columns
-from verl.config.schema import GenerationConfig, ModelConfig, OfflineConfig, PPOConfig
+from verl.config.schema import GenerationConfig, OfflineConfig, PPOConfig
 
 ROLLOUT = "actor_rollout_ref.rollout"
 REWARD_MODEL = "reward.reward_model"
@@ -85,55 +85,9 @@ def world_size(config: PPOConfig | OfflineConfig | GenerationConfig) -> int:
     return config.trainer.n_gpus_per_node * config.trainer.nnodes
 
 
-def needs_reference(config: PPOConfig) -> bool:
-    """Whether a run compares the policy with a reference."""
-    return "ref_log_prob" in needed_columns(config)
-
-
-class ModelRole(NamedTuple):
-    """A role whose model is split over the ranks that train."""
-
-    key: str  # of the section with the strategy and the sizes
-    section: Any
-    model_key: str
-    model: Any
-    layout: Layout
-
-    @property
-    def name(self) -> str:
-        return self.key.rpartition(".")[2]
-
-
-def model_roles(config: PPOConfig | OfflineConfig) -> list[ModelRole]:
-    """Those a run has; the trained policy, or the fine-tuned model, is the first."""
-    if isinstance(config, OfflineConfig):
-        sections: list[tuple[str, Any, str, Any]] = [("model", config.model, "model", config.model)]
-    else:
-        policy, critic, model = config.actor_rollout_ref, config.critic, "actor_rollout_ref.model"
-        sections = [("actor_rollout_ref.actor", policy.actor, model, policy.model)]
-        if needs_reference(config) and policy.model.lora_rank == 0:
-            sections.append(("actor_rollout_ref.ref", policy.ref, model, policy.model))
-        if needs_teacher(config):
-            sections.append((TEACHER, policy.teacher, TEACHER, teacher_model(config)))
-        if critic.enable:
-            sections.append(("critic", critic, "critic.model", critic.model))
-        implicit = config.implicit_reward
-        if "process_rewards" in needed_columns(config):
-            sections.append(("implicit_reward", implicit, "implicit_reward.model", implicit.model))
-    return [ModelRole(*each, layout_of(each[1], world_size(config))) for each in sections]
-
-
 def needs_teacher(config: PPOConfig) -> bool:
     """Whether the policy is distilled from another model."""
     return any(column.startswith("teacher_") for column in needed_columns(config))
-
-
-def teacher_model(config: PPOConfig) -> ModelConfig:
-    """The model section of the teacher: the policy's, but for the model itself."""
-    policy = config.actor_rollout_ref
-    return replace(
-        policy.model, path=policy.teacher.path, tokenizer_path=None, lora_rank=0, override_config={}
-    )
 
 
 def divisors(number: int) -> list[int]:

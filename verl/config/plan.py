@@ -14,7 +14,8 @@ from typing import Any
 
 from verl.config.batch_math import BatchPlan, batch_plan
 from verl.config.machine import Device, local_device, machine_errors, missing_packages
-from verl.config.parallelism import ModelRole, model_roles, world_size
+from verl.config.parallelism import world_size
+from verl.config.roles import ModelRole, model_roles
 from verl.config.schema import OfflineConfig, PPOConfig
 from verl.config.sections.model import HF_BY_DEFAULT_BELOW
 from verl.config.sizes import (

@@ -100,12 +100,10 @@ def _remedies(plan: RunPlan) -> Iterator[tuple[str, Any]]:
     """Keys, with values, that can lower the memory of a phase and are not set so yet."""
     config = plan.config
     if isinstance(config, PPOConfig):
-        named = [role.key for role in plan.roles]
-        others = [name for name in ("critic", "implicit_reward") if name in named]
-        models = ["actor_rollout_ref.model", *(f"{role}.model" for role in others)]
-        frozen = [role.key for role in plan.roles if role.name in ("ref", "teacher")]
-        roles = ["actor_rollout_ref.actor", *others, *frozen]
-        micros = [f"{role}.ppo_micro_batch_size_per_gpu" for role in ("actor_rollout_ref.actor", *others)]
+        trained = [role for role in plan.roles if hasattr(role.section, "optim")]
+        models = [role.model_key for role in trained]
+        roles = [role.key for role in (*trained, *(role for role in plan.roles if role not in trained))]
+        micros = [f"{role.key}.ppo_micro_batch_size_per_gpu" for role in trained]
     else:
         models, roles, micros = ["model"], ["model"], ["data.micro_batch_size_per_gpu"]
     specs = {role.model_key: strategy_spec(role.section.strategy) for role in reversed(plan.roles)}

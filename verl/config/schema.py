@@ -12,10 +12,12 @@ from verl.config.methods import ADV_ESTIMATOR, POLICY_LOSS, needed_by
 from verl.config.sections.actor import (
     ActorConfig,
     CriticConfig,
+    FrozenRoleConfig,
     ImplicitRewardConfig,
     PolicyLossConfig,
     RefConfig,
     TeacherConfig,
+    TrainedRoleConfig,
 )
 from verl.config.sections.algorithm import AlgorithmConfig, RolloutCorrectionConfig
 from verl.config.sections.data import DataConfig, MixtureConfig, OfflineDataConfig, SFTDataConfig

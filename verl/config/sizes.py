@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 from verl.config.batch_math import BatchPlan
 from verl.config.capabilities import engine_spec, strategy_spec
 from verl.config.model_path import cached_config, config_problem
-from verl.config.parallelism import Layout, ModelRole, engine_size, offload_section, rollout_pool
-from verl.config.schema import OfflineConfig
+from verl.config.parallelism import Layout, engine_size, offload_section, rollout_pool
+from verl.config.roles import ModelRole, roles_of
+from verl.config.schema import OfflineConfig, PPOConfig
 from verl.errors import ModelError
 
 if TYPE_CHECKING:
@@ -289,14 +290,18 @@ def _shards(section: Any, plan: RunPlan) -> int:
 def role_memory(plan: RunPlan) -> list[RoleMemory]:
     """The models of a run; the trained one comes first."""
     config, found = plan.config, []
+    # The frozen starts that have the section of the role they are the start of; the actor's has one of its own.
+    starts = (
+        {role.section for role in roles_of(config) if role.start_of} if isinstance(config, PPOConfig) else ()
+    )
     for role in plan.roles:
         optim = config.optim if isinstance(config, OfflineConfig) else getattr(role.section, "optim", None)
         own = plan.sizes[role.name]
         if own is None:
             continue
         found.append(_frozen(role, own, plan) if optim is None else _trained(role, own, optim, plan))
-        if role.name == "implicit_reward" and role.model.lora_rank == 0:
-            found.append(replace(_frozen(role, own, plan), role="implicit_reward's start"))
+        if role.name in starts and role.model.lora_rank == 0:
+            found.append(replace(_frozen(role, own, plan), role=f"{role.name}'s start"))
     return found
 
 

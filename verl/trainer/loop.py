@@ -15,11 +15,10 @@ import torch
 from verl.agents.base import ToolsLost
 from verl.algorithms import corrects_rollout, get_kl_controller, rollout_probs_diff_metrics
 from verl.config.methods import needed_columns
-from verl.config.parallelism import needs_teacher
+from verl.config.roles import ACTOR, refreshed, update_time
 from verl.data.assemble import add_answers, sampled_rows, split_turns
 from verl.data.proto import DataProto
 from verl.errors import CheckpointError
-from verl.models.distillation import TEACHER_TENSORS
 from verl.observe.batch_metrics import ModelSize, age_metrics, batch_metrics, step_metrics
 from verl.observe.findings import Finding, read_findings
 from verl.observe.health import HealthMonitor
@@ -31,15 +30,7 @@ from verl.trainer.experience import DynamicSampling
 from verl.trainer.setup import resume_note, whole_number
 from verl.trainer.sources import build_experience
 from verl.trainer.validation import sample_rows, validate
-from verl.workers.group import (
-    learns_from_data,
-    needs_critic,
-    needs_implicit_reward,
-    needs_old_log_probs,
-    needs_reference,
-    sessions_of,
-)
-from verl.workers.implicit_reward import reward_tokens
+from verl.workers.group import learns_from_data, needs_old_log_probs, sessions_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,6 +44,11 @@ if TYPE_CHECKING:
     from verl.workers.group import WorkerGroup
 
 logger = logging.getLogger(__name__)
+
+TokenOutputs = Callable[[], Mapping[str, torch.Tensor] | None]
+"""Waits for log-probs and entropies of the update's tokens."""
+_REWARD_COLUMNS = {"old_log_probs", "sum_pi_squared", "ref_log_prob"}
+"""Of roles, needed before the rewards are final."""
 
 
 class RLLoop:
@@ -154,33 +150,16 @@ class RLLoop:
             batch, metrics = self.collect(timer)
             metrics |= age_metrics(batch, self.workers.policy_version, self.experience.staleness)
             live.set("sample_age", metrics.get("training/age/max", 0.0))
-            if needs_teacher(cfg):
-                with timer("teacher"):
-                    batch = batch.union(self.workers.teacher_outputs(batch))
-            if needs_critic(cfg):
-                with timer("values"):
-                    batch = batch.union(self.workers.values(batch))
-            if needs_implicit_reward(cfg):
-                metrics |= reward_tokens(self.workers, batch, cfg.implicit_reward, timer)
+            metrics |= self.workers.add_columns(batch, self.workers.columns, timer)
             with timer("adv"):
                 batch, found = self.advantages(batch)
-            metrics |= found
-            if needs_critic(cfg):
-                with timer("update_critic"):
-                    metrics |= self.workers.update("critic", batch)
-            outputs, version = None, self.workers.policy_version
-            if self.step_number > cfg.trainer.critic_warmup:
-                with timer("update_actor"):
-                    keep = cfg.trainer.token_data
-                    metrics |= self.workers.update("actor", batch, sync=False, keep_tokens=keep)
-                    outputs = self.workers.token_outputs(batch) if keep else None
-                    metrics |= self.experience.weights_changed(self.step_number)
-            if self.due(cfg.trainer.ref_update_freq):
-                with timer("refresh_reference"):
-                    self.workers.refresh_reference()
+            version = self.workers.policy_version
+            updated, outputs = self.train(batch, timer)
+            metrics |= found | updated
             self.experience.trained(self.step_number)
-        for name in TEACHER_TENSORS:  # as large as all the rest of the batch many times over
-            batch.batch.pop(name, None)
+        for role in self.workers.roles:
+            for name in role.columns if role.temporary else ():
+                batch.batch.pop(name, None)
         self.batch = sampled = sampled_rows(batch)
         self.write_samples(batch, outputs, version)
         return {
@@ -203,9 +182,29 @@ class RLLoop:
             "training/epochs_done": self.train_loader.epoch,
         }
 
-    def write_samples(
-        self, batch: DataProto, outputs: Callable[[], Mapping[str, torch.Tensor] | None] | None, version: int
-    ) -> None:
+    def train(self, batch: DataProto, timer: Timer) -> tuple[dict[str, float], TokenOutputs | None]:
+        """Train the roles that learn from advantages, the actor last; with `trainer.token_data`, also a call that waits
+        for the numbers of its tokens."""
+        cfg, workers = self.cfg, self.workers
+        metrics: dict[str, float] = {}
+        for role in workers.roles[1:]:
+            if role.trained and update_time(cfg, role) == "last":
+                with timer(f"update_{role.name}"):
+                    metrics |= workers.update(role.name, batch)
+        outputs = None
+        if self.step_number > cfg.trainer.critic_warmup:
+            with timer("update_actor"):
+                keep = cfg.trainer.token_data
+                metrics |= workers.update(ACTOR, batch, sync=False, keep_tokens=keep)
+                outputs = workers.token_outputs(batch) if keep else None
+                metrics |= self.experience.weights_changed(self.step_number)
+        for role in workers.roles:
+            if self.due(refreshed(cfg, role)):
+                with timer("refresh_reference"):
+                    workers.refresh(role.name)
+        return metrics, outputs
+
+    def write_samples(self, batch: DataProto, outputs: TokenOutputs | None, version: int) -> None:
         """The responses of the step for people, and the numbers of their tokens; the next step does not wait for it."""
         step, folder, tokenizer = self.step_number, self.run_folder, self.tokenizer
 
@@ -253,17 +252,14 @@ class RLLoop:
         cfg, tensors = self.cfg, batch.batch
         rollout = cfg.actor_rollout_ref.rollout
         batch.meta_info["temperature"] = 1.0 if rollout.raw_log_probs else rollout.temperature
+        columns = self.workers.columns & _REWARD_COLUMNS
         if cfg.algorithm.rollout_correction.bypass_mode:
             tensors["old_log_probs"] = tensors["rollout_log_probs"]
         elif needs_old_log_probs(cfg, sessions_of(batch).count):
-            with timer("old_log_prob"):
-                squares = "sum_pi_squared" in needed_columns(cfg)
-                out = self.workers.log_probs(batch, with_sum_pi_squared=squares)
-                tensors |= out.batch
-                batch.meta_info["old_log_probs_version"] = self.workers.policy_version
-        if needs_reference(cfg):
-            with timer("ref"):
-                tensors |= self.workers.ref_log_probs(batch).batch
+            columns |= {"old_log_probs"}
+        if "old_log_probs" in columns - tensors.keys():
+            batch.meta_info["old_log_probs_version"] = self.workers.policy_version
+        self.workers.add_columns(batch, columns, timer)
         tensors["token_level_rewards"] = tensors["token_level_scores"]
         if cfg.algorithm.use_kl_in_reward:
             coef = self.kl_controller.value

@@ -334,7 +334,7 @@ class RayLoop:
                 run_folder=folder.absolute(),
                 repeat_to=repeat_to,
             )
-            build_ranks(self._cluster, self._calls, setup)
+            build_ranks(self._cluster, self._calls, OfflineRank.do_build, setup)
             self._ranks = RankSnapshots([self._calls])
             live.others = self._ranks.take
         except BaseException:
@@ -344,14 +344,14 @@ class RayLoop:
     def run(self) -> Iterator[Update]:
         """The updates of rank 0."""
         assert self._calls is not None
-        for rank, update in self._calls.stream_all("fit"):
+        for rank, update in self._calls.stream_all(OfflineRank.do_fit):
             if rank == 0:
                 yield update
 
     def request_stop(self) -> None:
         assert self._calls is not None
-        for actor in self._calls.actors:
-            actor.control.remote("stop")
+        for rank in range(len(self._calls)):
+            self._calls.control(rank, OfflineRank.control_stop)
 
     def close(self) -> None:
         from verl.workers.ray_group import CLOSE_S

@@ -1,7 +1,7 @@
 """The verbs of training for a loop of your own: sample, log_probs, forward_backward, optim_step, save, load.
 
-A session is one policy in one process: the worker group of the training loop, called step by step. The gradient of a
-batch does not depend on how it is cut into micro-batches.
+A session is one policy, in this process or on Ray: the worker group of the training loop, called step by step. The
+gradient of a batch does not depend on how it is cut into micro-batches and over ranks.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ import copy
 import dataclasses
 import difflib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -24,6 +23,8 @@ from verl.checkpoint import CheckpointManager, PartSettings
 from verl.checkpoint.manifest import MANIFEST
 from verl.checkpoint.steps import list_steps
 from verl.config.machine import on_cpu
+from verl.config.parallelism import world_size
+from verl.config.roles import ACTOR
 from verl.data.assemble import assemble_rollouts
 from verl.data.chat import ChatFormat, load_tokenizer
 from verl.data.conversations import answer_ids
@@ -32,26 +33,26 @@ from verl.data.proto import DataProto
 from verl.data.rl_dataset import RLDataset
 from verl.errors import CheckpointError, ConfigError, DataError, VerlError
 from verl.models.external_model import avoid_slow_bf16, given_keys, unwrapped
-from verl.observe.metrics import Metric, average_metrics
+from verl.observe.metrics import average_metrics
 from verl.rollout.base import Response
 from verl.trainer.api import handed_back
 from verl.trainer.external_batches import rows_of
 from verl.trainer.preflight import preflight
-from verl.trainer.session_config import model_name, refuse_several_processes, session_config
-from verl.trainer.session_loss import (
-    CROSS_ENTROPY,
-    LossFunction,
-    check_policy_columns,
-    cross_entropy,
-    engine_loss,
-)
+from verl.trainer.session_config import model_name, refuse_torchrun, session_config
 from verl.trainer.setup import whole_number
 from verl.trainer.worker_api import with_texts
 from verl.workers.group import mini_batches
 from verl.workers.local import LocalGroup
-from verl.workers.roles import ActorRole, step_metrics, training_settings
+from verl.workers.own_loss import LossFunction, cross_entropy
+from verl.workers.placement import RayCheckpoints, build_group, open_checkpoints
+from verl.workers.roles import step_metrics, training_settings
+
+if TYPE_CHECKING:
+    from verl.config.schema import ActorConfig
+    from verl.workers.ray_group import RayGroup
 
 _ROWS = ("input_ids", "attention_mask", "response_mask")
+CROSS_ENTROPY = "cross_entropy"
 _CONTENTS = ("model", "optimizer", "extra", "hf_model")
 
 
@@ -90,9 +91,10 @@ class Session:
             optimizer: Your own, made from the parameters of the loaded model, instead of AdamW.
             reference: Keep a frozen copy of the start from the beginning; of a folder it is otherwise loaded when
                 first asked for.
-            overrides: Any other key of the configuration reference that a session reads, by its full name.
+            overrides: Any other key of the configuration reference that a session reads, by its full name; with
+                `trainer.n_gpus_per_node` and `trainer.nnodes` the session runs on Ray, with a model given by its path.
         """
-        refuse_several_processes()
+        refuse_torchrun()
         given = isinstance(model, nn.Module)
         if not given and not (isinstance(model, (str, Path)) and str(model)):
             raise ConfigError(
@@ -132,7 +134,6 @@ class Session:
             self._stack = stack.pop_all()
         self._loadable = not given
         self._optimizer = optimizer
-        self._roles: dict[str, ActorRole] = {}
         self._samples = 0
         self._managers: dict[Path, CheckpointManager] = {}
         self._began = 0
@@ -145,9 +146,15 @@ class Session:
         model: str | Path | nn.Module,
         optimizer: torch.optim.Optimizer | None,
         reference: bool,
-    ) -> LocalGroup:
+    ) -> LocalGroup | RayGroup:
         """The models; closing `stack` releases them and hands the given one back."""
-        section = self.cfg.actor_rollout_ref.model
+        section, steps = self.cfg.actor_rollout_ref.model, self.cfg.trainer.total_training_steps
+        several = world_size(self.cfg) > 1
+        if several and isinstance(model, nn.Module):
+            raise ConfigError(
+                f"a session on {world_size(self.cfg)} processes cannot train the object it is given in place: give the "
+                "model's folder"
+            )
         reference = reference and section.lora_rank == 0  # with LoRA it is in the model
         module = frozen = None
         if isinstance(model, nn.Module):
@@ -157,11 +164,16 @@ class Session:
                 avoid_slow_bf16(module, torch.device("cpu" if on_cpu(self.cfg) else "cuda"))
             if reference:
                 frozen = copy.deepcopy(module)  # before the engine prepares it for training
-        steps = self.cfg.trainer.total_training_steps
-        group = LocalGroup(self.cfg, self.tokenizer, training_steps=steps, model=module, optimizer=optimizer)
+        group: LocalGroup | RayGroup
+        if several:
+            group = build_group(self.cfg, self.tokenizer, training_steps=steps, run_folder=None)
+        else:
+            group = LocalGroup(
+                self.cfg, self.tokenizer, training_steps=steps, model=module, optimizer=optimizer
+            )
         stack.callback(group.close)
-        if reference and group.ref_engine is None:
-            group.build_reference(frozen)
+        if reference and not group.has("ref"):
+            group.add("ref", frozen)
         return group
 
     @property
@@ -282,15 +294,15 @@ class Session:
         self._check_open()
         batch = self._with_temperature(batch)
         if not reference:
-            return self._group.log_probs(batch).batch["old_log_probs"]
-        if self._group.ref_engine is None and self.cfg.actor_rollout_ref.model.lora_rank == 0:
-            if not self._loadable:
+            return self._group.forward(ACTOR, batch, ("old_log_probs",)).batch["old_log_probs"]
+        if not self._group.has("ref"):
+            if not self._loadable and self.cfg.actor_rollout_ref.model.lora_rank == 0:
                 raise ConfigError(
                     "there is no reference: the model was given as an object and learns in place. Session(model, "
                     "reference=True) keeps a copy of its start"
                 )
-            self._group.build_reference()
-        return self._group.ref_log_probs(batch).batch["ref_log_prob"]
+            self._group.add("ref")
+        return self._group.forward("ref", batch, ("ref_log_prob",)).batch["ref_log_prob"]
 
     def _with_temperature(self, batch: DataProto) -> DataProto:
         missing = [name for name in _ROWS if name not in batch.batch]
@@ -323,18 +335,13 @@ class Session:
         self._check_open()
         mini = self._mini_batch(batch, of)
         loss = self.cfg.actor_rollout_ref.actor.policy_loss.loss_mode if loss is None else loss
-        if isinstance(loss, str) and loss != CROSS_ENTROPY:
-            run = self._policy_gradient(mini, loss)
-        else:
-            function = engine_loss(cross_entropy if isinstance(loss, str) else loss, self.cfg)
-            run = partial(
-                self._group.actor_engine.forward_backward,
-                mini,
-                function,
-                temperature=mini.meta_info["temperature"],
-            )
+        prepared = None
+        if loss == CROSS_ENTROPY:
+            loss = cross_entropy
+        elif isinstance(loss, str):
+            prepared = self._policy_gradient(mini, loss)
         try:
-            metrics = run()
+            metrics = self._group.forward_backward(ACTOR, mini, prepared, loss)
         except BaseException:
             self.zero_grad()  # those of the micro-batches before are in them
             raise
@@ -358,8 +365,7 @@ class Session:
             )
         if lr is not None and not (math.isfinite(lr) and lr >= 0):
             raise ConfigError(f"optim_step(lr={lr}): the learning rate must be a number of at least 0")
-        with self._group.resident("actor", optimizer=True):
-            step = self._group.actor_engine.optimizer_step(lr)
+        step = self._group.optim_step(ACTOR, lr)
         self._pending = 0
         metrics = average_metrics([step_metrics("actor", step)])
         if not step["skipped"]:
@@ -369,7 +375,7 @@ class Session:
 
     def zero_grad(self) -> None:
         """Drop the gradients added since the last step."""
-        self._group.actor_engine.zero_grad()
+        self._group.zero_grad(ACTOR)
         self._pending = 0
 
     def _mini_batch(self, batch: DataProto, of: DataProto | None) -> DataProto:
@@ -383,29 +389,18 @@ class Session:
         minis[0].meta_info |= counts
         return minis[0]
 
-    def _policy_gradient(self, mini: DataProto, name: str) -> Callable[[], dict[str, Metric]]:
-        """The pass, after all that can be refused."""
-        role = self._role(name)
-        check_policy_columns(mini, name, role.cfg, self.step)
-        prepare = get_policy_loss_prepare(name)
-        prepared = None if prepare is None else self._group.prepared(mini, prepare, self._pending)
-        return partial(role.forward_backward, mini, prepared)
-
-    def _role(self, name: str) -> ActorRole:
-        if name not in self._roles:
-            known = [CROSS_ENTROPY, *policy_loss_names()]
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f" Did you mean {near[0]!r}?" if near else ""
-                raise ConfigError(
-                    f"loss={name!r} is unknown; allowed: {', '.join(known)}, or a function (log_probs, batch).{hint}"
-                )
-            actor = copy.deepcopy(self._group.actor.cfg)
-            actor.policy_loss.loss_mode = name
-            self._roles[name] = ActorRole(
-                self._group.actor_engine, actor, loss_scale_factor=self.cfg.data.max_response_length
+    def _policy_gradient(self, mini: DataProto, name: str) -> dict[str, torch.Tensor] | None:
+        """What the policy loss `name` prepares from the rows, after all that can be refused."""
+        known = [CROSS_ENTROPY, *policy_loss_names()]
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(
+                f"loss={name!r} is unknown; allowed: {', '.join(known)}, or a function (log_probs, batch).{hint}"
             )
-        return self._roles[name]
+        check_policy_columns(mini, name, self.cfg.actor_rollout_ref.actor, self.step)
+        prepare = get_policy_loss_prepare(name)
+        return None if prepare is None else self._group.prepared(mini, prepare, self._pending)
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -423,7 +418,7 @@ class Session:
                 f"save() would lose the gradients of {self._pending} forward_backward calls: call optim_step() or "
                 "zero_grad() first"
             )
-        manager = self._manager(Path(folder).expanduser().absolute())
+        manager = self._checkpoints(Path(folder).expanduser().absolute())
         state: dict[str, Any] = {"step": self.step, "policy_version": self.step, "samples": self._samples}
         if self._optimizer is not None:  # its state has a form of its own, and is empty before the first step
             state["optimizer"] = self._optimizer.state_dict()
@@ -433,14 +428,16 @@ class Session:
             raise CheckpointError(f"the checkpoint could not be written to {folder}: {manager.failure}")
         return saved
 
-    def _manager(self, folder: Path) -> CheckpointManager:
-        """One for each folder: what an earlier session left there beyond the step this one began at is put aside."""
-        if folder not in self._managers:
-            contents = [part for part in _CONTENTS if part != "optimizer" or self._optimizer is None]
-            settings = {"actor": PartSettings(save_contents=contents)}
-            self._managers[folder] = CheckpointManager(folder, settings, continue_without=True)
-            self._managers[folder].start_from(self._began)
-        return self._managers[folder]
+    def _checkpoints(self, folder: Path) -> CheckpointManager | RayCheckpoints:
+        """Those of a folder: what an earlier session left there beyond the step this one began at is put aside."""
+        contents = [part for part in _CONTENTS if part != "optimizer" or self._optimizer is None]
+        settings = {"actor": PartSettings(save_contents=contents)}
+        if folder in self._managers:
+            return self._managers[folder]
+        manager = open_checkpoints(self._group, folder, settings, self._began, continue_without=True)
+        if isinstance(manager, CheckpointManager):  # ranks remember theirs
+            self._managers[folder] = manager
+        return manager
 
     def load(self, folder: str | Path) -> int:
         """Continue from a checkpoint. Weights, optimiser, schedule and draws are those of the session that saved it;
@@ -460,11 +457,10 @@ class Session:
         contents = (
             None if self._optimizer is None else [part for part in _CONTENTS[:3] if part != "optimizer"]
         )
-        manager = CheckpointManager(
-            path,
-            {"actor": PartSettings(load_contents=contents)},
-            resume_mode="resume_path",
-            resume_from_path=path,
+        path = path.absolute()
+        settings = {"actor": PartSettings(load_contents=contents)}
+        manager = open_checkpoints(
+            self._group, path, settings, resume_mode="resume_path", resume_from_path=path
         )
         state = manager.resume(self._group.checkpoint_parts(), _check_counts)
         assert state is not None
@@ -503,3 +499,32 @@ def _counts(state: dict[str, Any]) -> tuple[int, int]:
     """Optimiser steps and calls of `sample`; a training run counts one such call a step."""
     steps = whole_number(state, "policy_version")
     return steps, whole_number(state, "samples") if "samples" in state else whole_number(state, "step")
+
+
+def check_policy_columns(mini: DataProto, name: str, actor: ActorConfig, step: int) -> None:
+    """Refuse rows that the policy loss `name` cannot be computed for at this step; advantages [B] become [B, T]."""
+    tensors, mask = mini.batch, mini.batch["response_mask"]
+    if "advantages" not in tensors:
+        raise DataError(
+            f"the loss {name!r} needs advantages: set batch.batch['advantages'] to a tensor [B] or [B, T]; the "
+            f"batch has: {', '.join(sorted(tensors))}"
+        )
+    advantages = tensors["advantages"]
+    if advantages.dim() == 1:
+        tensors["advantages"] = advantages = advantages[:, None] * mask
+    if advantages.shape != mask.shape:
+        raise DataError(
+            f"advantages have the shape {list(advantages.shape)}; [B] or [B, T] like response_mask "
+            f"{list(mask.shape)} is needed"
+        )
+    if actor.use_kl_loss and "ref_log_prob" not in tensors:
+        raise DataError(
+            "actor_rollout_ref.actor.use_kl_loss needs the reference: set batch.batch['ref_log_prob'] = "
+            "session.log_probs(batch, reference=True)"
+        )
+    drawn = mini.non_tensor_batch.get("policy_version")
+    if "old_log_probs" not in tensors and drawn is not None and any(v != step for v in drawn):
+        raise DataError(
+            f"the batch was sampled at step {min(drawn)} and this is step {step}: the loss {name!r} needs the "
+            "log-probs from before: batch.batch['old_log_probs'] = session.log_probs(batch) right after sample()"
+        )

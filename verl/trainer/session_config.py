@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from typing import Any
 
@@ -15,13 +16,13 @@ from verl.config.schema import PPOConfig
 from verl.config.sections.data import PromptsConfig
 from verl.errors import ConfigError
 
+_PLACES = ("trainer.n_gpus_per_node", "trainer.nnodes")
+_SIZES = ("data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size")
 _FIXED = {
     "data.train_files": ["(prompts of sample)"],
-    "data.train_batch_size": 1,
-    "actor_rollout_ref.actor.ppo_mini_batch_size": 1,
     "algorithm.adv_estimator": "reinforce_plus_plus",
 }
-"""What the checks of the config ask for and a session does not read."""
+"""What the checks of the config ask for and a session does not read, with `_SIZES`, a row for each process."""
 _READ = (
     "actor_rollout_ref.",
     *(f"data.{field.name}" for field in dataclasses.fields(PromptsConfig)),
@@ -31,6 +32,8 @@ _READ = (
     "trainer.total_training_steps",
     "trainer.watchdog_s",
     "trainer.health.max_skipped_steps",
+    *_PLACES,
+    "ray_kwargs.",
 )
 _UNREAD = tuple(
     f"actor_rollout_ref.{name}"
@@ -48,14 +51,17 @@ _UNREAD = tuple(
 
 def session_config(overrides: dict[str, Any], values: dict[str, Any]) -> PPOConfig:
     """The config of the user's keys over those of the arguments; a key that a session does not read is an error."""
-    cfg = from_dict(PPOConfig, {**_FIXED, **values, **overrides})
+    places = [overrides.get(name, 1) for name in _PLACES]
+    rows = math.prod(size for size in places if isinstance(size, int))
+    fixed = _FIXED | dict.fromkeys(_SIZES, rows)
+    cfg = from_dict(PPOConfig, {**fixed, **values, **overrides})
     for name in sorted(cfg.user_set):
         read = name.startswith(_READ) and not name.startswith(_UNREAD)
-        if not read and get(cfg, name) != _FIXED.get(name):
+        if not read and get(cfg, name) != fixed.get(name):
             raise ConfigError(
-                f"overrides set '{name}', which a Session does not read: it has no data files, rewards, advantages or "
-                "processes; your loop has them. It reads actor_rollout_ref.{model,actor,rollout,ref}, the keys of "
-                "prompts in data, trainer.{device,seed,plugins,total_training_steps}"
+                f"overrides set '{name}', which a Session does not read: it has no data files, rewards or "
+                "advantages; your loop has them. It reads actor_rollout_ref.{model,actor,rollout,ref}, the keys of "
+                "prompts in data, trainer.{device,seed,plugins,total_training_steps,n_gpus_per_node,nnodes}, ray_kwargs"
             )
     return cfg
 
@@ -67,11 +73,11 @@ def model_name(model: Any) -> str:
     return str(model)
 
 
-def refuse_several_processes() -> None:
+def refuse_torchrun() -> None:
     joined = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     count = max(joined, int(os.environ.get("WORLD_SIZE") or 1))
     if count > 1:
         raise ConfigError(
-            f"Session was started in {count} processes (torchrun, WORLD_SIZE), but it is one process on one device; "
-            "training on several is `verl train` or GRPOTrainer"
+            f"Session was started in {count} processes (torchrun, WORLD_SIZE), but it starts the processes it "
+            "needs itself: start one, with overrides={'trainer.n_gpus_per_node': ...}"
         )

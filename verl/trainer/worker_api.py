@@ -252,7 +252,7 @@ class TrainerWorker:
         data.meta_info.setdefault("temperature", self.cfg.actor_rollout_ref.rollout.temperature)
         advantage.estimate(data, algorithm)
         (mini,) = mini_batches(data, len(data), 1, seed=0)
-        metrics = average_metrics([self._role.train_mini_batch(mini)])
+        metrics = average_metrics([self._role.train(mini)])
         return metrics | batch_metrics(data)
 
     def _score(self, data: DataProto) -> DataProto:

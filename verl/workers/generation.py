@@ -69,7 +69,7 @@ def _ray_engine(
         actors = cluster.start_actors(START_S, "verl.workers.generation:GenerationRank")
         calls = RankCalls(actors, cfg.trainer.watchdog_s, "generation rank")
         setup = RankSetup(cfg=copy.deepcopy(cfg), tokenizer=tokenizer, training_steps=0, run_folder=Path())
-        build_ranks(cluster, calls, setup, path, adapter, joined=False)
+        build_ranks(cluster, calls, GenerationRank.do_build, setup, path, adapter, joined=False)
         yield RayRollout(calls, cfg.rollout.max_num_seqs, hosts=range(len(calls)), colocated=False)
     finally:
         if calls is not None:

@@ -197,6 +197,12 @@ class RolloutServer(RPCServer):
         """Of the weights the engine has."""
         return 0
 
+    def do_open_generation(self) -> None:
+        """Before the first request of a generation."""
+
+    def do_close_generation(self) -> None:
+        """After its last response."""
+
     def do_generate(self, number: int, requests: list[Request]) -> Iterator[list[Response]]:
         return self._stream.run(self.rollout_engine(), number, requests, self.weights_version)
 

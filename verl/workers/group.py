@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,19 +19,22 @@ import torch
 from verl.algorithms.aggregation import batch_counts
 from verl.algorithms.sessions import Sessions
 from verl.config.methods import Prepare, needed_columns, policy_loss
-from verl.config.parallelism import needs_reference as needs_reference
+from verl.config.roles import ACTOR, find_role, roles_of, section_of, update_time
 from verl.data.proto import DataProto
 from verl.observe.live import Snapshot
-from verl.observe.metrics import Metric, average_metrics
+from verl.observe.metrics import Metric, Timer, average_metrics
 from verl.rollout.base import GenerationSettings
 from verl.rollout.samples import ResponseStream, SampleStream
 from verl.workers.roles import Kept, OnFinish, generate_batch, joined_outputs
 from verl.workers.shard_batch import TOKEN_ROW
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from verl.agents.runner import ConversationRunner
     from verl.config.schema import PPOConfig
     from verl.rollout.base import RolloutEngine
+    from verl.workers.own_loss import LossFunction
 
 
 class WorkerGroup(ABC):
@@ -38,6 +42,7 @@ class WorkerGroup(ABC):
 
     def __init__(self, cfg: PPOConfig) -> None:
         self.cfg = cfg
+        self.roles = roles_of(cfg)
         self.policy_version = 0
         self.pad_token_id = 0
         self.agents: ConversationRunner | None = None
@@ -59,43 +64,50 @@ class WorkerGroup(ABC):
             return generate_batch(self.samples(), prompts, settings, self.pad_token_id, on_finish)
 
     @abstractmethod
-    def log_probs(self, batch: DataProto, *, with_sum_pi_squared: bool = False) -> DataProto:
-        """`old_log_probs` and, where asked, `sum_pi_squared`."""
+    def forward(self, role: str, batch: DataProto, columns: Sequence[str]) -> DataProto:
+        """Columns that `role` provides, by a forward pass over the batch."""
 
     @abstractmethod
-    def ref_log_probs(self, batch: DataProto) -> DataProto:
-        """`ref_log_prob`."""
-
-    @abstractmethod
-    def teacher_outputs(self, batch: DataProto) -> DataProto:
-        """What the update needs of the teacher (`TEACHER_TENSORS` of `verl.models.distillation`)."""
-
-    @abstractmethod
-    def values(self, batch: DataProto) -> DataProto:
-        """`values`."""
-
-    @abstractmethod
-    def start_log_probs(self, batch: DataProto) -> DataProto:
-        """`start_log_prob`: those of the implicit reward model before training."""
-
-    @abstractmethod
-    def implicit_rewards(self, batch: DataProto) -> DataProto:
-        """`process_rewards` of the implicit reward model; the batch has `start_log_prob`."""
-
-    @abstractmethod
-    def train_mini_batch(
+    def train(
         self, role: str, mini: DataProto, prepared: Mapping[str, torch.Tensor] | None = None
     ) -> dict[str, Metric]:
-        """One optimiser step of `role` (actor, critic or implicit_reward) on one mini-batch, over all ranks.
-        `prepared`: what the policy loss's `prepare` computed from the mini-batch, a row for each of its rows."""
+        """One optimiser step of `role` on one mini-batch, over all ranks. `prepared`: what the policy loss's `prepare`
+        computed from the mini-batch, a row for each of its rows."""
+
+    @abstractmethod
+    def forward_backward(
+        self,
+        role: str,
+        mini: DataProto,
+        prepared: Mapping[str, torch.Tensor] | None = None,
+        loss: str | LossFunction | None = None,
+    ) -> dict[str, Metric]:
+        """Add the gradients of one mini-batch to those of `role`. `loss`: another than the role's own; of the actor
+        a policy loss by its name."""
+
+    @abstractmethod
+    def optim_step(self, role: str, lr: float | None = None) -> dict[str, float]:
+        """Step with the gradients that were added (`TrainEngine.optimizer_step`)."""
+
+    @abstractmethod
+    def zero_grad(self, role: str) -> None:
+        """Drop the gradients that were added."""
+
+    @abstractmethod
+    def add(self, role: str, model: nn.Module | None = None) -> None:
+        """Build one more role: from `model`, or from the path of its model."""
+
+    def has(self, role: str) -> bool:
+        """Whether the role is built."""
+        return any(built.name == role for built in self.roles)
 
     @abstractmethod
     def kept_tokens(self) -> list[Kept]:
         """What the ranks kept in an update with `keep_tokens` (`TokenOutputs.take`)."""
 
     @abstractmethod
-    def refresh_reference(self) -> None:
-        """The reference policy becomes the actor as it is now."""
+    def refresh(self, role: str) -> None:
+        """The frozen start that `role` is becomes what it is the start of, as that is now."""
 
     @abstractmethod
     def sync_weights(self) -> dict[str, float]:
@@ -108,7 +120,7 @@ class WorkerGroup(ABC):
 
     @abstractmethod
     def checkpoint_parts(self) -> dict[str, Any]:
-        """The engines whose state a checkpoint holds, by name (actor, critic, implicit_reward)."""
+        """The engines whose state a checkpoint holds, by the names of their roles."""
 
     def live_snapshots(self) -> list[Snapshot]:
         """The newest live numbers of the other processes; waits a moment at most, and may be called from any thread."""
@@ -118,23 +130,41 @@ class WorkerGroup(ABC):
     def close(self) -> None:
         """Release devices and processes."""
 
+    @cached_property
+    def columns(self) -> frozenset[str]:
+        """What a step needs of the batch and roles provide: for the methods, for other roles, to train these on."""
+        others = (column for role in self.roles[1:] for column in (*role.inputs, *role.trains_on))
+        return frozenset((*needed_columns(self.cfg), *others))
+
+    def add_columns(self, batch: DataProto, columns: Collection[str], timer: Timer) -> dict[str, float]:
+        """Add those of `columns` that are missing, each by a forward pass of the role that provides it. A role may
+        learn from the batch before or after that; returns the metrics of it."""
+        metrics: dict[str, float] = {}
+        for role in self.roles:
+            missing = [name for name in role.columns if name in columns and name not in batch.batch]
+            if not missing:
+                continue
+            role.worker_class().prepare(batch, self.section(role.name))
+            metrics |= self.add_columns(batch, role.inputs, timer)
+            learns = update_time(self.cfg, role) if role.trained else ""
+            if learns == "before":
+                with timer(f"update_{role.name}"):
+                    metrics |= self.update(role.name, batch)
+            with timer(role.timer):
+                batch.batch |= self.forward(role.name, batch, missing).batch
+            if learns == "after":
+                with timer(f"update_{role.name}"):
+                    metrics |= self.update(role.name, batch)
+        return metrics
+
     def section(self, role: str) -> Any:
         """The config of the engine that works as `role`: under LoRA the reference is the actor's, adapters off."""
-        arr = self.cfg.actor_rollout_ref
-        ref = arr.ref if arr.model.lora_rank == 0 else arr.actor
-        implicit = dict.fromkeys(("implicit_reward", "implicit_reward_start"), self.cfg.implicit_reward)
-        return {
-            "actor": arr.actor,
-            "ref": ref,
-            "teacher": arr.teacher,
-            "critic": self.cfg.critic,
-            **implicit,
-        }[role]
+        return section_of(self.cfg, find_role(role))
 
     def update(
         self, role: str, batch: DataProto, *, sync: bool = True, keep_tokens: bool = False
     ) -> dict[str, float]:
-        """Train `role` (actor, critic or implicit_reward) on the batch; with `sync` the rollout engine then has the
+        """Train `role` on the batch; with `sync` the rollout engine then has the
         actor's new weights. `keep_tokens`: `token_outputs` will be asked for."""
         section = self.section(role)
         prepare, together = None, 1
@@ -154,7 +184,7 @@ class WorkerGroup(ABC):
             prepared = None
             if prepare is not None:
                 prepared = self.prepared(mini, prepare, number, unchanged=not steps)
-            steps.append(self.train_mini_batch(role, mini, prepared))
+            steps.append(self.train(role, mini, prepared))
         metrics = average_metrics(steps)
         if role == "actor":
             self.policy_version += 1
@@ -187,7 +217,8 @@ class WorkerGroup(ABC):
             if unchanged and mini.meta_info.get("old_log_probs_version") == self.policy_version:
                 offered["log_prob"] = mini.batch["old_log_probs"]
             else:
-                offered["log_prob"] = self.log_probs(mini).batch["old_log_probs"]
+                found = self.forward(ACTOR, mini, ("old_log_probs",))
+                offered["log_prob"] = found.batch["old_log_probs"]
             offered["old_log_prob"] = mini.batch.get("old_log_probs", offered["log_prob"])
         # A seed per mini-batch instead of a generator's state: a resumed run draws the same tokens.
         key = [actor.policy_loss.seed, self.policy_version, number]
@@ -241,14 +272,6 @@ def mini_batches(
                 counts["global_batch_size"] = int((tokens > 0).sum())
             mini.meta_info = {**batch.meta_info, **counts}
             yield mini
-
-
-def needs_critic(cfg: PPOConfig) -> bool:
-    return bool(cfg.critic.enable)
-
-
-def needs_implicit_reward(cfg: PPOConfig) -> bool:
-    return "process_rewards" in needed_columns(cfg)
 
 
 def learns_from_data(cfg: PPOConfig) -> bool:

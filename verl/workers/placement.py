@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from verl.checkpoint import CheckpointManager
+from verl.checkpoint import CheckpointManager, PartSettings
 from verl.checkpoint.resume import Found, resume_newest
 from verl.checkpoint.state import capture_rng, check_rng, restore_rng
 from verl.checkpoint.steps import TRACKER
@@ -52,8 +52,8 @@ def build_group(
     cfg: PPOConfig,
     tokenizer: Any,
     *,
-    training_steps: int,
-    run_folder: Path,
+    training_steps: int | None,
+    run_folder: Path | None,
     model: nn.Module | None = None,
 ) -> LocalGroup | RayGroup:
     """The worker group that `trainer.n_gpus_per_node` and `trainer.nnodes`, and those of rollout, ask for."""
@@ -109,19 +109,44 @@ def build_checkpoints(cfg: PPOConfig, group: LocalGroup | RayGroup, folder: Path
     return RayCheckpoints(group.calls)
 
 
+def open_checkpoints(
+    group: LocalGroup | RayGroup,
+    folder: Path,
+    settings: dict[str, PartSettings],
+    began: int | None = None,
+    **options: Any,
+) -> CheckpointManager | RayCheckpoints:
+    """Those of any folder. `began`: the step from which the group will save to it (`CheckpointManager.start_from`)."""
+    if not isinstance(group, LocalGroup):
+        checkpoints = RayCheckpoints(group.calls)
+        checkpoints.open(folder, settings, began, options)
+        return checkpoints
+    manager = CheckpointManager(folder, settings, **options)
+    if began is not None:
+        manager.start_from(began)
+    return manager
+
+
 class RayCheckpoints:
     """As the loop uses `CheckpointManager`: every rank saves and loads its shards in a folder all nodes see."""
 
     def __init__(self, calls: RankCalls) -> None:
-        self._calls = calls
+        from verl.workers.train_rank import TrainRank  # what a run in one process does not need
+
+        self._calls, self._rank = calls, TrainRank
         self.failure: str | None = None
         """Why the last save that failed did."""
+
+    def open(
+        self, folder: Path, settings: dict[str, PartSettings], began: int | None, options: dict[str, Any]
+    ) -> None:
+        self._calls.all(self._rank.do_open_checkpoints, folder, settings, began, options)
 
     def rehearse(
         self, parts: Mapping[str, Any], trainer_state: Mapping[str, Any], *, tokenizer: Any = None
     ) -> None:
         """As `CheckpointManager.rehearse`; `parts` and `tokenizer` are those of the ranks."""
-        self._calls.all("rehearse_save", dict(trainer_state))
+        self._calls.all(self._rank.do_rehearse_save, dict(trainer_state))
 
     def save(
         self,
@@ -134,11 +159,11 @@ class RayCheckpoints:
     ) -> Path | None:
         """As `CheckpointManager.save`; `parts` and `tokenizer` are those of the ranks."""
         state = {**trainer_state, _DRIVER_RANDOM: capture_rng()}
-        saved, self.failure = self._calls.all("save", step, state, dict(metrics or {}))[0]
+        saved, self.failure = self._calls.all(self._rank.do_save, step, state, dict(metrics or {}))[0]
         return saved
 
     def wait(self) -> Path | None:
-        saved, self.failure = self._calls.all("wait_for_save")[0]
+        saved, self.failure = self._calls.all(self._rank.do_wait_for_save)[0]
         return saved
 
     def resume(
@@ -152,19 +177,20 @@ class RayCheckpoints:
                 check_rng(state[_DRIVER_RANDOM])
             take(state)
 
-        state = resume_newest(self._find, lambda: all(self._calls.all("load_found")), take_all)
+        load = self._rank.do_load_found
+        state = resume_newest(self._find, lambda: all(self._calls.all(load)), take_all)
         if state is not None and _DRIVER_RANDOM in state:
             restore_rng(state.pop(_DRIVER_RANDOM))
         return state
 
     def _find(self, below: int | None) -> Found | None:
-        found, *steps = self._calls.all("find_checkpoint", below)
-        if any(step != (None if found is None else found[0]) for step in steps):
+        found = self._calls.all(self._rank.do_find_checkpoint, below)
+        if len({step for step, _ in found}) > 1:
             raise CheckpointError(
                 "the ranks do not see the same checkpoints: trainer.default_local_dir must be a folder that every "
                 "node shares"
             )
-        return found  # type: ignore[no-any-return]
+        return found[0][1]
 
 
 def with_restarts(cfg: PPOConfig | OfflineConfig, body: Callable[[], Result], stop: StopRequest) -> Result:

@@ -32,7 +32,7 @@ class RankSetup(Generic[Config]):
 
     cfg: Config
     tokenizer: Any
-    training_steps: int
+    training_steps: int | None
     run_folder: Path
     repeat_to: int | None = None
     """The last step of `verl replay`, where every rank runs the loop."""

@@ -45,12 +45,11 @@ class RankProcess:
         unblock_signals()
         live.begin_step(step)
 
-    def serve(self, step: int, call: str, *args: Any, **kwargs: Any) -> Outcome:
+    def serve(self, step: int, label: str, call: str, *args: Any) -> Outcome:
         self._begin(step)
         if call == "handshake":
-            kwargs["address"] = ray.util.get_node_ip_address()
-            kwargs["log"] = os.path.realpath("/proc/self/fd/2")
-        outcome: Outcome = self._server.serve(call, *args, **kwargs)
+            args = (ray.util.get_node_ip_address(), os.path.realpath("/proc/self/fd/2"))
+        outcome: Outcome = self._server.serve(call, *args, label=label)
         return outcome
 
     def stream(self, step: int, call: str, *args: Any) -> Iterator[Outcome]:
@@ -58,7 +57,7 @@ class RankProcess:
         yield from self._server.stream(call, *args)
 
     @ray.method(concurrency_group="between_polls")
-    def serve_between_polls(self, step: int, call: str, *args: Any) -> Outcome:
+    def serve_between_polls(self, step: int, label: str, call: str, *args: Any) -> Outcome:
         self._begin(step)
         outcome: Outcome = self._server.serve_between_polls(call, *args)
         return outcome

@@ -12,8 +12,8 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NoReturn, TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeAlias, TypeVar
 
 import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
@@ -22,7 +22,7 @@ from verl.errors import RESUME, TrainingHalted, VerlError, WorkersLost
 from verl.observe.live import live
 from verl.watchdog import RankStatus, format_hang_report, short_name
 from verl.workers.ray_daemons import ClusterHealth
-from verl.workers.rpc_server import Failure, Outcome
+from verl.workers.rpc_server import Failure, Outcome, RPCServer
 
 POLL_S = 1.0
 STATUS_S = 5.0
@@ -36,6 +36,15 @@ _STACK = re.compile(r"\s*(\*\*\*|PC:\s*@|@\s+0x)|\[[^\]]*\] \(\w+\) |.*::.*\(.*\
 """Stacks and reports of Ray's C++ code, which say nothing of what the rank did."""
 
 Problem: TypeAlias = "RayError | Failure"
+P = ParamSpec("P")
+Value = TypeVar("Value")
+Method: TypeAlias = Callable[Concatenate[Any, P], Value]
+"""A method of the server in the rank processes, e.g. `TrainRank.do_save`."""
+
+
+def name_of(call: Callable[..., Any]) -> str:
+    """What a method is called between processes and in messages."""
+    return call.__name__.removeprefix("do_").removeprefix("control_")
 
 
 class _Wait(threading.local):
@@ -89,7 +98,7 @@ class RankCalls:
     def handshake(self, timeout_s: float) -> None:
         """Learn hosts, process ids and logs, so that a later message can name them."""
         watchdog_s, self.watchdog_s = self.watchdog_s, max(self.watchdog_s, timeout_s)
-        found = self.all("handshake")
+        found = self.all(RPCServer.do_handshake)
         self.watchdog_s = watchdog_s
         for rank, who in enumerate(found):
             self.names[rank] = f"{self.role} {rank} on {who['host']} (process {who['pid']})"
@@ -99,41 +108,61 @@ class RankCalls:
 
     # -- calls --------------------------------------------------------------------------------------------------
 
-    def all(self, call: str, *args: Any, **kwargs: Any) -> list[Any]:
+    def all(self, call: Method[P, Value], *args: P.args, **kwargs: P.kwargs) -> list[Value]:
         """The same call to every rank; their values by rank."""
-        return self.each(call, [args] * len(self.actors), kwargs)
+        assert not kwargs, "arguments are sent by position"
+        return self.each(call, [args] * len(self.actors))
 
     def each(
-        self, call: str, args: Sequence[tuple[Any, ...]], kwargs: Mapping[str, Any] | None = None
-    ) -> list[Any]:
-        """One call to every rank, each with its own arguments."""
+        self, call: Callable[..., Value], args: Sequence[tuple[Any, ...]], label: str = ""
+    ) -> list[Value]:
+        """One call to every rank, each with its own arguments. `label`: what messages and phases call it."""
+        label = label or name_of(call)
         refs = {
-            getattr(actor, lane).remote(live.step, call, *own, **(kwargs or {})): rank
+            getattr(actor, lane).remote(live.step, label, name_of(call), *own): rank
             for rank, (actor, lane, own) in enumerate(zip(self.actors, self._lanes, args, strict=True))
         }
-        return self._collect(call, refs)
+        return self._collect(label, refs)
 
-    def one(self, rank: int, call: str, *args: Any) -> Any:
-        return self._collect(call, {self.start(rank, call, *args): rank})[0]
+    def one(self, rank: int, call: Method[P, Value], *args: P.args, **kwargs: P.kwargs) -> Value:
+        ref = self.start(rank, call, *args, **kwargs)
+        value: Value = self._collect(name_of(call), {ref: rank})[0]
+        return value
 
-    def start(self, rank: int, call: str, *args: Any) -> Any:
+    def start(self, rank: int, call: Method[P, Any], *args: P.args, **kwargs: P.kwargs) -> Any:
         """A call whose answer is read with `result` when it is `ready`."""
-        return self.actors[rank].serve.remote(live.step, call, *args)
+        assert not kwargs, "arguments are sent by position"
+        return self.actors[rank].serve.remote(live.step, name_of(call), name_of(call), *args)
 
-    def result(self, call: str, ref: Any, pending: dict[Any, int]) -> Any:
+    def control(self, rank: int, call: Method[P, Any], *args: P.args, **kwargs: P.kwargs) -> Any:
+        """The reference of a `control_` call, which is served whatever else the rank does."""
+        assert not kwargs, "arguments are sent by position"
+        return self.actors[rank].control.remote(name_of(call), *args)
+
+    def result(self, call: Callable[..., Value], ref: Any, pending: dict[Any, int]) -> Value:
         """The value of a call that is `ready`; it leaves `pending`."""
+        value: Value = self._result(name_of(call), ref, pending)
+        return value
+
+    def _result(self, label: str, ref: Any, pending: dict[Any, int]) -> Any:
         rank = pending.pop(ref)
         try:
             outcome = ray.get(ref)
         except RayError as error:
-            self.fail(call, rank, error, pending)
-        return self._value(call, rank, outcome, pending)
+            self.fail(label, rank, error, pending)
+        return self._value(label, rank, outcome, pending)
 
-    def open_stream(self, rank: int, call: str, *args: Any) -> Any:
+    def open_stream(
+        self, rank: int, call: Method[P, Iterator[Any]], *args: P.args, **kwargs: P.kwargs
+    ) -> Any:
         """A call that answers several times; read it with `read_stream`."""
-        return self.actors[rank].stream.options(num_returns="streaming").remote(live.step, call, *args)
+        assert not kwargs, "arguments are sent by position"
+        stream = self.actors[rank].stream.options(num_returns="streaming")
+        return stream.remote(live.step, name_of(call), *args)
 
-    def read_stream(self, call: str, stream: Any, pending: dict[Any, int]) -> list[Any]:
+    def read_stream(
+        self, call: Callable[..., Iterator[Value]], stream: Any, pending: dict[Any, int]
+    ) -> list[Value]:
         """The next value of a stream that is `ready`, in a list; empty at its end, when it leaves `pending`."""
         rank = pending[stream]
         try:
@@ -142,15 +171,17 @@ class RankCalls:
             del pending[stream]
             return []
         except RayError as error:
-            self.fail(call, rank, error, pending)
-        return [self._value(call, rank, outcome, pending)]
+            self.fail(name_of(call), rank, error, pending)
+        return [self._value(name_of(call), rank, outcome, pending)]
 
-    def stream_all(self, call: str, *args: Any) -> Iterator[tuple[int, Any]]:
+    def stream_all(
+        self, call: Method[P, Iterator[Value]], *args: P.args, **kwargs: P.kwargs
+    ) -> Iterator[tuple[int, Value]]:
         """The values of a streaming call to every rank, with the rank, as they come."""
-        pending = {self.open_stream(rank, call, *args): rank for rank in range(len(self))}
+        pending = {self.open_stream(rank, call, *args, **kwargs): rank for rank in range(len(self))}
         since = time.monotonic()
         while pending:
-            for stream in self.ready(call, pending, since=since):
+            for stream in self.ready(name_of(call), pending, since=since):
                 since, rank = time.monotonic(), pending[stream]
                 for value in self.read_stream(call, stream, pending):
                     yield rank, value
@@ -160,7 +191,7 @@ class RankCalls:
         while pending:
             for ref in self.ready(call, pending):
                 rank = pending[ref]
-                values[rank] = self.result(call, ref, pending)
+                values[rank] = self._result(call, ref, pending)
         return [values[rank] for rank in sorted(values)]
 
     def _value(self, call: str, rank: int, outcome: Outcome, pending: Mapping[Any, int]) -> Any:
@@ -221,9 +252,9 @@ class RankCalls:
         """Raise when one of these is known to be dead, while others serve `call`; does not wait."""
         with self._status_lock:
             asked = set(self._status_refs.values())
-            for rank, actor in enumerate(self.actors):
+            for rank in range(len(self)):
                 if rank not in asked:
-                    self._status_refs[actor.control.remote("status")] = rank
+                    self._status_refs[self.control(rank, RPCServer.control_status)] = rank
             refs = list(self._status_refs)
             answered, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
             found = [(self._status_refs.pop(ref), ref) for ref in answered]
@@ -256,7 +287,7 @@ class RankCalls:
 
     def _statuses(self, ranks: Sequence[int]) -> tuple[dict[int, RankStatus], dict[int, Problem]]:
         """Statuses of the ranks that answer in time, and errors of those known to be dead."""
-        asked = {self.actors[rank].control.remote("status"): rank for rank in ranks}
+        asked = {self.control(rank, RPCServer.control_status): rank for rank in ranks}
         answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=STATUS_S) if asked else ([], [])
         found: dict[int, RankStatus] = {}
         dead: dict[int, Problem] = {}
@@ -339,7 +370,7 @@ class RankCalls:
         while isinstance(problem, ActorUnavailableError) and time.monotonic() < deadline:
             time.sleep(0.2)
             try:
-                ray.get(self.actors[rank].control.remote("status"), timeout=STATUS_S)
+                ray.get(self.control(rank, RPCServer.control_status), timeout=STATUS_S)
             except RayError as error:
                 if not isinstance(error, GetTimeoutError):
                     problem = error
@@ -357,7 +388,7 @@ class RankCalls:
     def shutdown(self, seconds: float) -> None:
         """Let the ranks close what they opened, for at most `seconds`."""
         if not self.broken:
-            refs = [actor.serve.remote(live.step, "close") for actor in self.actors]
+            refs = [self.start(rank, RPCServer.do_close) for rank in range(len(self))]
             ray.wait(refs, num_returns=len(refs), timeout=seconds)
 
 

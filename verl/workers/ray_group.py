@@ -9,36 +9,36 @@ import copy
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import ray
 import torch
 
-from verl.config.methods import needed_columns
+from verl.config.methods import policy_loss
 from verl.config.parallelism import ROLLOUT, Layout, engine_size, layout_of, rollout_pool
+from verl.config.roles import ACTOR, find_role, saved_roles
 from verl.data.proto import DataProto
-from verl.models.distillation import TEACHER_TENSORS
 from verl.observe.batch_metrics import ModelSize
 from verl.observe.live import Snapshot
 from verl.observe.metrics import Metric, reduce_metrics
 from verl.rollout.samples import SampleStream
 from verl.rollout.weight_sync.fingerprint import compare
 from verl.rollout.weight_sync.probe import ProbeCheck, worst
-from verl.workers.group import WorkerGroup, needs_critic, needs_implicit_reward, samples_over
+from verl.workers.group import WorkerGroup, samples_over
 from verl.workers.local import pad_id
-from verl.workers.rank import RankSetup
+from verl.workers.rank import JoinedRank, RankSetup
 from verl.workers.ray_calls import RankCalls
 from verl.workers.ray_cluster import Cluster
 from verl.workers.ray_live import RankSnapshots
 from verl.workers.ray_rollout import RayRollout
 from verl.workers.roles import Kept
+from verl.workers.rollout_rank import RolloutRank
 from verl.workers.shard_batch import (
-    TOKEN_ROW,
     for_ranks,
     from_arrays,
     join,
@@ -47,14 +47,17 @@ from verl.workers.shard_batch import (
     shard_rows,
     to_arrays,
 )
+from verl.workers.train_rank import RankInfo, TrainRank
 
 if TYPE_CHECKING:
     from torch import nn
 
     from verl.config.schema import PPOConfig
     from verl.rollout.weight_sync.broadcast import SyncReport
+    from verl.workers.own_loss import LossFunction
 
 logger = logging.getLogger(__name__)
+Built = TypeVar("Built")
 
 START_S = 300.0
 """For processes to start and a cluster to free resources; loading models is under the watchdog instead."""
@@ -62,16 +65,6 @@ CLOSE_S = 10.0
 
 TRAIN_RANK = "verl.workers.train_rank:TrainRank"
 _INPUTS = ("input_ids", "attention_mask", "response_mask")
-_TRAINING_TENSORS = {
-    "actor": (
-        "old_log_probs", "rollout_log_probs", "ref_log_prob", "advantages", "rollout_is_weights",
-        "sequence_num_tokens", TOKEN_ROW, *TEACHER_TENSORS,
-    ),
-    "critic": ("values", "returns", "sequence_num_tokens"),
-    "implicit_reward": ("start_log_prob", "outcome"),
-}  # fmt: skip
-
-
 _ADVICE = (
     f"generate on the trainer's GPUs ({ROLLOUT}.nnodes=0 {ROLLOUT}.n_gpus_per_node=0) if it happens again"
 )
@@ -85,8 +78,8 @@ class RayGroup(WorkerGroup):
         cfg: PPOConfig,
         tokenizer: Any,
         *,
-        training_steps: int,
-        run_folder: Path,
+        training_steps: int | None,
+        run_folder: Path | None,
         model: nn.Module | None = None,
     ) -> None:
         super().__init__(cfg)
@@ -97,8 +90,7 @@ class RayGroup(WorkerGroup):
         try:
             self.cluster.connect()
             self._start_actors()
-            self._build(tokenizer, training_steps, run_folder, model)
-            self._size = self.calls.all("model_size")[0]
+            self._size = self._build(tokenizer, training_steps, run_folder, model)
             self._live = RankSnapshots([self.calls, *([self.pool.calls] if self.pool else [])])
         except BaseException:
             self._end(ask=False)
@@ -123,19 +115,22 @@ class RayGroup(WorkerGroup):
             colocated=self.pool is None,
         )
 
-    def _build(self, tokenizer: Any, training_steps: int, run_folder: Path, model: nn.Module | None) -> None:
+    def _build(
+        self, tokenizer: Any, training_steps: int | None, run_folder: Path | None, model: nn.Module | None
+    ) -> ModelSize:
         setup = RankSetup(
             cfg=copy.deepcopy(self.cfg),
             tokenizer=tokenizer,
             training_steps=training_steps,
-            run_folder=run_folder.absolute(),
+            run_folder=Path() if run_folder is None else run_folder.absolute(),
             model=model,
         )
         addresses = self.pool.calls.addresses if self.pool else ()
-        build_ranks(self.cluster, self.calls, setup, others=addresses)
+        info = build_ranks(self.cluster, self.calls, TrainRank.do_build, setup, others=addresses)[0]
         if self.pool is not None:
-            self.pool.build(self.calls, setup)
+            self.pool.build(self.calls, setup, info)
             self.pool.sync_weights(self.policy_version)
+        return info.size
 
     # -- what the loop asks for ---------------------------------------------------------------------------------
 
@@ -145,47 +140,83 @@ class RayGroup(WorkerGroup):
     def generating(self) -> AbstractContextManager[None]:
         return self.rollout.kept_open()
 
-    def log_probs(self, batch: DataProto, *, with_sum_pi_squared: bool = False) -> DataProto:
-        return self._pass("actor", "log_probs", batch, {"otb": with_sum_pi_squared})
+    def forward(self, role: str, batch: DataProto, columns: Sequence[str]) -> DataProto:
+        layout, row = self._layout(role), find_role(role)
+        shards = self._shard(self._chosen(batch, row.inputs), layout.dp)
+        meta = {name: batch.meta_info[name] for name in ("temperature",) if name in batch.meta_info}
+        args = [(role, tuple(columns), ref, meta) for ref in shards.refs]
+        found = self.calls.each(TrainRank.do_forward, for_ranks(layout, args), row.call)
+        return join(reported(layout, found), shards.rows, len(batch))
 
-    def ref_log_probs(self, batch: DataProto) -> DataProto:
-        return self._pass("ref", "ref_log_probs", batch)
-
-    def teacher_outputs(self, batch: DataProto) -> DataProto:
-        return self._pass("teacher", "teacher_outputs", batch)
-
-    def values(self, batch: DataProto) -> DataProto:
-        return self._pass("critic", "values", batch)
-
-    def start_log_probs(self, batch: DataProto) -> DataProto:
-        return self._pass("implicit_reward", "start_log_probs", batch)
-
-    def implicit_rewards(self, batch: DataProto) -> DataProto:
-        return self._pass("implicit_reward", "implicit_rewards", batch, more=("start_log_prob",))
-
-    def train_mini_batch(
+    def train(
         self, role: str, mini: DataProto, prepared: Mapping[str, torch.Tensor] | None = None
     ) -> dict[str, Metric]:
+        return self._learn(TrainRank.do_train, f"train_{role}", role, mini, prepared)
+
+    def forward_backward(
+        self,
+        role: str,
+        mini: DataProto,
+        prepared: Mapping[str, torch.Tensor] | None = None,
+        loss: str | LossFunction | None = None,
+    ) -> dict[str, Metric]:
+        columns = () if loss is None or isinstance(loss, str) else tuple(mini.batch)
+        if isinstance(loss, str):
+            columns = policy_loss(loss).needs
+        return self._learn(TrainRank.do_forward_backward, "", role, mini, prepared, columns, loss)
+
+    def _learn(
+        self,
+        call: Callable[..., dict[str, Metric]],
+        label: str,
+        role: str,
+        mini: DataProto,
+        prepared: Mapping[str, torch.Tensor] | None,
+        columns: Sequence[str] = (),
+        *args: Any,
+    ) -> dict[str, Metric]:
+        """A training call with the shards of a mini-batch. `columns`: those it reads besides the role's."""
         layout = self._layout(role)
-        needed = needed_columns(self.cfg) if role == "actor" else ()
-        names = (*_TRAINING_TENSORS[role], *needed)
-        shards = self._shard(self._chosen(mini, names), layout.dp)
+        shards = self._shard(self._chosen(mini, (*self._trains_on(role), *columns)), layout.dp)
         extra = pad_rows(prepared, layout.dp) if prepared else {}
         meta = {**mini.meta_info, "dp_size": layout.dp}
-        args = [
-            (ref, to_arrays(extra, rows), meta) for ref, rows in zip(shards.refs, shards.rows, strict=True)
+        shares = [
+            (role, ref, to_arrays(extra, rows), meta, *args)
+            for ref, rows in zip(shards.refs, shards.rows, strict=True)
         ]
-        return reduce_metrics(self._each(layout, f"train_{role}", args))
+        return reduce_metrics(reported(layout, self.calls.each(call, for_ranks(layout, shares), label)))
+
+    def optim_step(self, role: str, lr: float | None = None) -> dict[str, float]:
+        return self.calls.all(TrainRank.do_optim_step, role, lr)[0]
+
+    def zero_grad(self, role: str) -> None:
+        if not self.calls.broken:  # or nothing is asked of the ranks any more
+            self.calls.all(TrainRank.do_zero_grad, role)
+
+    def add(self, role: str, model: nn.Module | None = None) -> None:
+        assert model is None, "ranks load a model from its path"
+        self.calls.all(TrainRank.do_add, role)
+        self.roles.append(find_role(role))
+
+    def _trains_on(self, role: str) -> tuple[str, ...]:
+        """The columns a role's loss reads; the actor's also what its policy loss says it needs."""
+        columns = find_role(role).trains_on
+        if role != ACTOR:
+            return columns
+        loss = policy_loss(self.cfg.actor_rollout_ref.actor.policy_loss.loss_mode)
+        return tuple(dict.fromkeys((*columns, *loss.needs)))
 
     def kept_tokens(self) -> list[Kept]:
-        return [partial(dict, from_arrays(found).batch) for found in self.calls.all("token_outputs")]
+        return [
+            partial(dict, from_arrays(found).batch) for found in self.calls.all(TrainRank.do_token_outputs)
+        ]
 
-    def refresh_reference(self) -> None:
-        self.calls.all("refresh_reference")
+    def refresh(self, role: str) -> None:
+        self.calls.all(TrainRank.do_refresh, role)
 
     def sync_weights(self) -> dict[str, float]:
         if self.pool is None:
-            metrics = worst(self.calls.all("update_weights", self.policy_version))
+            metrics = worst(self.calls.all(TrainRank.do_update_weights, self.policy_version))
         else:
             metrics = self.pool.sync_weights(self.policy_version)
         self.rollout.weights_updated(self.policy_version)
@@ -196,18 +227,17 @@ class RayGroup(WorkerGroup):
         """Of the trainer's ranks; after a step that failed they are asked for nothing more."""
         chosen = step in self.cfg.trainer.profile.steps
         if chosen:
-            self.calls.all("start_profile", step, run_folder)
+            self.calls.all(TrainRank.do_profile, step, run_folder)
         yield
         if chosen:
-            self.calls.all("end_profile")
+            self.calls.all(TrainRank.do_profile, None, run_folder)
 
     def model_size(self) -> ModelSize:
         return self._size
 
     def checkpoint_parts(self) -> dict[str, Any]:
         """Names only: the ranks have the engines and save them (`placement.RayCheckpoints`)."""
-        roles = {"critic": needs_critic, "implicit_reward": needs_implicit_reward}
-        return {"actor": None, **{name: None for name, needed in roles.items() if needed(self.cfg)}}
+        return dict.fromkeys(saved_roles(self.cfg))
 
     def live_snapshots(self) -> list[Snapshot]:
         return self._live.take()
@@ -228,30 +258,6 @@ class RayGroup(WorkerGroup):
 
     def _layout(self, role: str) -> Layout:
         return layout_of(self.section(role), len(self.calls))
-
-    def _each(
-        self,
-        layout: Layout,
-        call: str,
-        args: Sequence[tuple[Any, ...]],
-        options: Mapping[str, Any] | None = None,
-    ) -> list[Any]:
-        """A call with the arguments of each shard, and the answers for each shard."""
-        return reported(layout, self.calls.each(call, for_ranks(layout, args), options))
-
-    def _pass(
-        self,
-        role: str,
-        call: str,
-        batch: DataProto,
-        options: Mapping[str, Any] | None = None,
-        more: Sequence[str] = (),
-    ) -> DataProto:
-        layout = self._layout(role)
-        shards = self._shard(self._chosen(batch, more), layout.dp)
-        meta = {name: batch.meta_info[name] for name in ("temperature",) if name in batch.meta_info}
-        found = self._each(layout, call, [(ref, meta) for ref in shards.refs], options)
-        return join(found, shards.rows, len(batch))
 
     @staticmethod
     def _chosen(batch: DataProto, more: Sequence[str]) -> dict[str, torch.Tensor]:
@@ -295,15 +301,15 @@ class RolloutPool:
         self._calls = RankCalls(actors, self._watchdog_s, "rollout rank")
         self.calls.handshake(timeout_s)
 
-    def build(self, trainer: RankCalls, setup: RankSetup[PPOConfig]) -> None:
+    def build(self, trainer: RankCalls, setup: RankSetup[PPOConfig], info: RankInfo) -> None:
         """Start the engines (the trainer's ranks have been built with `setup`) and connect both sides."""
-        info, adapter = trainer.all("model_info")[0], trainer.all("adapter")[0]
         own = copy.copy(setup)
         own.threads = None if setup.threads is None else self.cluster.threads()
-        self.calls.all("build", ray.put(own), info, adapter)
+        assert info.model is not None
+        self.calls.all(RolloutRank.do_build, ray.put(own), info.model, info.adapter)
         self._trainer = trainer
         self._all_calls = RankCalls.together(trainer, self.calls)
-        self._all_calls.all("link", 1 + len(self.calls))
+        self._all_calls.all(TrainRank.do_link, 1 + len(self.calls))
         # The trainer's ranks send when their other calls are done; those that generate take it without stopping.
         self._sync_calls = RankCalls.together(trainer, self.calls.between_polls())
         self.calls.peers, trainer.peers = [trainer], [self.calls]
@@ -321,8 +327,10 @@ class RolloutPool:
         """The trainer's weights to all of them, as policy `version`, while they generate or not; compared by
         fingerprint, and by log-probs where an engine could compute them. Metrics are those of the worst process."""
         assert self._sync_calls is not None and self._trainer is not None
-        sent, *found = self._sync_calls.all("sync_weights", version)
-        arrivals: list[SyncReport] = found[len(self._trainer) - 1 :]
+        # Both kinds of process serve it: the trainer's first rank says what was sent, the others what arrived.
+        sent, *found = self._sync_calls.each(TrainRank.do_sync_weights, [(version,)] * len(self._sync_calls))
+        arrivals = cast("list[SyncReport]", found[len(self._trainer) - 1 :])
+        assert sent is not None
         for name, arrival in zip(self.calls.names, arrivals, strict=True):
             compare(sent, arrival.received, version, name, _ADVICE)
         probed = {
@@ -332,10 +340,12 @@ class RolloutPool:
             return {}
         prompt = next(iter(probed.values())).prompt
         answers = list({arrival.tokens for arrival in probed.values()})
-        known = dict(zip(answers, self._trainer.all("probe", prompt, answers)[0], strict=True))
+        known = dict(zip(answers, self._trainer.all(TrainRank.do_probe, prompt, answers)[0], strict=True))
         for name, arrival in probed.items():
             check = self._probes.setdefault(name, ProbeCheck(name, arrival.precision, _ADVICE))
-            check.add(version, arrival.log_probs, known[arrival.tokens])
+            own = known[arrival.tokens]
+            assert own is not None, "a training engine computes log-probs"
+            check.add(version, arrival.log_probs, own)
         return worst([self._probes[name].metrics() for name in probed])
 
     def broken(self) -> bool:
@@ -354,11 +364,12 @@ class RolloutPool:
 def build_ranks(
     cluster: Cluster,
     calls: RankCalls,
+    build: Callable[..., Built],
     setup: RankSetup[Any],
     *args: Any,
     others: Sequence[str] = (),
     joined: bool = True,
-) -> None:
+) -> list[Built]:
     """Build the ranks from `setup` (whose config is changed to their device) and `args`. `joined`: they meet at a store
     on rank 0; `others` are addresses of processes that connect to it too."""
     calls.handshake(START_S)
@@ -371,8 +382,8 @@ def build_ranks(
     setup.folder = os.getcwd()
     if joined and (len(calls) > 1 or others):
         address = "127.0.0.1" if setup.one_host else calls.addresses[0]
-        setup.store = calls.one(0, "open_store", address)
-    calls.all("build", ray.put(setup), *args)
+        setup.store = calls.one(0, JoinedRank.do_open_store, address)
+    return calls.each(build, [(ray.put(setup), *args)] * len(calls))
 
 
 @dataclass

@@ -14,6 +14,7 @@ import ray
 
 from verl.observe.live import Snapshot, live
 from verl.workers.ray_calls import RankCalls
+from verl.workers.rpc_server import RPCServer
 
 WAIT_S = 1.0
 """How long a reader waits for ranks."""
@@ -25,7 +26,7 @@ class RankSnapshots:
     """The newest snapshot of each rank."""
 
     def __init__(self, roles: Sequence[RankCalls]) -> None:
-        self._actors = [actor for calls in roles for actor in calls.actors]
+        self._calls = RankCalls.together(*roles)
         self._newest: dict[int, Snapshot] = {}
         self._asked: dict[Any, int] = {}
         self._asked_at = 0.0
@@ -45,9 +46,9 @@ class RankSnapshots:
 
     def _ask(self) -> None:
         waiting = set(self._asked.values())
-        for rank, actor in enumerate(self._actors):
+        for rank in range(len(self._calls)):
             if rank not in waiting:
-                self._asked[actor.control.remote("live")] = rank
+                self._asked[self._calls.control(rank, RPCServer.control_live)] = rank
         answered, _ = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=WAIT_S)
         for ref in answered:
             self._newest[self._asked.pop(ref)] = ray.get(ref)
@@ -58,4 +59,4 @@ class RankSnapshots:
         live.others = list
         with self._lock:
             self._closed = True
-            self._actors, self._asked = [], {}
+            self._calls.actors, self._asked = [], {}

@@ -17,6 +17,7 @@ from ray.exceptions import RayError
 from verl.errors import RolloutError
 from verl.observe.live import live
 from verl.rollout.base import Request, Response, RolloutEngine, RolloutStats
+from verl.workers.generation_stream import RolloutServer
 from verl.workers.ray_calls import STATUS_S, RankCalls
 from verl.workers.request_scheduler import RequestScheduler
 
@@ -83,16 +84,17 @@ class RayRollout(RolloutEngine):
         batches = self._scheduler.dispatch()
         if batches and not self._open:
             if self._colocated:
-                self._calls.all("open_generation")
+                self._calls.all(RolloutServer.do_open_generation)
             self._open, self.answered = True, Counter()
         running = set(self._streams.values())
         for rank, (number, requests) in batches.items():
             self._heard = time.monotonic()
             if rank in running:
-                sent = self._calls.actors[rank].control.remote("submit", number, requests)
+                sent = self._calls.control(rank, RolloutServer.control_submit, number, requests)
                 self._submits[sent] = rank, requests
             else:
-                self._streams[self._calls.open_stream(rank, "generate", number, requests)] = rank
+                stream = self._calls.open_stream(rank, RolloutServer.do_generate, number, requests)
+                self._streams[stream] = rank
 
     def _idle(self) -> bool:
         return not self._scheduler.waiting() and not any(self._scheduler.loads().values())
@@ -112,7 +114,7 @@ class RayRollout(RolloutEngine):
                     self._scheduler.returned(rank, requests)
                 continue
             rank = self._streams[ref]
-            for responses in self._calls.read_stream("generate", ref, self._streams):
+            for responses in self._calls.read_stream(RolloutServer.do_generate, ref, self._streams):
                 self._scheduler.answered(rank, responses)
                 self.answered[rank] += len(responses)
                 found += responses
@@ -134,7 +136,7 @@ class RayRollout(RolloutEngine):
         if self._open:
             self._open = False
             if self._colocated and not self._broken():
-                self._calls.all("close_generation")
+                self._calls.all(RolloutServer.do_close_generation)
 
     def _broken(self) -> bool:
         """After an error nothing more is asked of the ranks, nor of those that work with them."""
@@ -143,7 +145,11 @@ class RayRollout(RolloutEngine):
     def abort(self, request_ids: Iterable[str] | None = None) -> None:
         running = self._scheduler.cancel(None if request_ids is None else list(request_ids))
         number = self._scheduler.last_number()
-        answers = self._control({rank: ("abort", number, names) for rank, names in running.items()}, ABORT_S)
+        asked = [
+            self._calls.control(rank, RolloutServer.control_abort, number, names)
+            for rank, names in running.items()
+        ]
+        answers = _answers(asked, ABORT_S)
         if not all(answers):
             raise NotImplementedError(
                 "the ranks' engine cannot abort what it has started; waiting requests are aborted"
@@ -151,32 +157,21 @@ class RayRollout(RolloutEngine):
 
     def release(self, prefix_ids: Iterable[str]) -> None:
         for rank, names in self._scheduler.release(list(prefix_ids)).items():
-            self._calls.actors[rank].control.remote("release", names)
+            self._calls.control(rank, RolloutServer.control_release, names)
 
     def stats(self) -> RolloutStats:
         """Sums over the ranks that answer in time."""
         total = RolloutStats(running=sum(self._scheduler.loads().values()), waiting=self._scheduler.waiting())
         if self._broken():
             return total
-        for each in self._control(dict.fromkeys(self._hosts, ("stats",)), STATUS_S):
+        asked = [self._calls.control(rank, RolloutServer.control_stats) for rank in self._hosts]
+        for each in _answers(asked, STATUS_S):
             total.kv_blocks_used += each.kv_blocks_used
             total.kv_blocks += each.kv_blocks
             total.generated_tokens += each.generated_tokens
             total.prefilled_tokens += each.prefilled_tokens
             total.preemptions += each.preemptions
         return total
-
-    def _control(self, asked: dict[int, tuple[Any, ...]], timeout_s: float) -> list[Any]:
-        """The answers of ranks that give one in time; a dead rank is noticed by `poll`."""
-        refs = [self._calls.actors[rank].control.remote(*call) for rank, call in asked.items()]
-        answered, _ = ray.wait(refs, num_returns=len(refs), timeout=timeout_s) if refs else ([], [])
-        found = []
-        for ref in answered:
-            try:
-                found.append(ray.get(ref))
-            except RayError:
-                continue
-        return found
 
     # -- weights ------------------------------------------------------------------------------------------------
 
@@ -189,3 +184,15 @@ class RayRollout(RolloutEngine):
 
     def update_weights(self, source: Any, version: int) -> None:
         raise RolloutError("engines on Ray take weights from their ranks; use WorkerGroup.sync_weights")
+
+
+def _answers(refs: list[Any], timeout_s: float) -> list[Any]:
+    """The answers of ranks that give one in time; a dead rank is noticed by `poll`."""
+    answered, _ = ray.wait(refs, num_returns=len(refs), timeout=timeout_s) if refs else ([], [])
+    found = []
+    for ref in answered:
+        try:
+            found.append(ray.get(ref))
+        except RayError:
+            continue
+    return found

@@ -91,7 +91,7 @@ class ModelPool:
         here = ray.util.get_node_ip_address()
         on_ours = [
             address == here and bool(set(gpus) & set(ours))
-            for address, gpus in zip(calls.addresses, calls.all("gpus"), strict=True)
+            for address, gpus in zip(calls.addresses, calls.all(RewardModelRank.do_gpus), strict=True)
         ]
         free = [actor for actor, ours_too in zip(reserved, on_ours, strict=True) if not ours_too]
         chosen = free[: len(started)]
@@ -111,9 +111,7 @@ class ModelPool:
                 search_path=tuple(os.path.abspath(folder) for folder in sys.path),
             )
         )
-        facts: list[ModelFacts] = self.calls.each(
-            "build", [(setup, rank) for rank in range(len(self.actors))]
-        )
+        facts = self.calls.each(RewardModelRank.do_build, [(setup, rank) for rank in range(len(self.actors))])
         _log.info(
             "reward model: %d separate processes (%s.nnodes=%d, %s.n_gpus_per_node=%d)",
             len(self.actors),
@@ -212,11 +210,12 @@ class ModelPoolBackend(Backend):
             while self._has_work(running):
                 for rank in sorted(set(range(len(calls))) - set(running.values())):
                     if share := self._next_share():
-                        ref = calls.start(rank, "score", [item.sample for item in share])
+                        ref = calls.start(rank, RewardModelRank.do_score, [item.sample for item in share])
                         running[ref], shares[ref], heard = rank, share, time.monotonic()
                 for ref in calls.ready("score", running, POLL_S, heard):
                     rank, heard = running[ref], time.monotonic()
-                    self._add_results(rank, shares[ref], calls.result("score", ref, running))
+                    results = calls.result(RewardModelRank.do_score, ref, running)
+                    self._add_results(rank, shares[ref], results)
         except (VerlError, RayError) as error:  # RayError: the connection to the cluster itself
             with self._changed:
                 if not self._closing:

@@ -1,9 +1,9 @@
-"""The roles around their engines: loss and update of actor and critic, and rollout of a batch of prompts."""
+"""The roles around their engines: what each does in a forward pass and in training; rollout of a batch of prompts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -11,17 +11,19 @@ from verl.agents.conversation import Conversation
 from verl.algorithms import agg_loss, compute_value_loss, kl_penalty
 from verl.algorithms.aggregation import loss_denominators
 from verl.config.methods import policy_loss
+from verl.config.roles import ACTOR, Role, refreshed
 from verl.data.assemble import assemble_rollouts
 from verl.data.proto import DataProto, object_column
+from verl.errors import ModelError
+from verl.models.distillation import Teacher
 from verl.observe.metrics import Metric
 from verl.rollout.base import GenerationSettings, SamplingParams
 from verl.rollout.samples import SampleStream, collect_samples
 from verl.workers.shard_batch import TOKEN_ROW
 
 if TYPE_CHECKING:
-    from verl.config.schema import ActorConfig, CriticConfig, RolloutConfig
+    from verl.config.schema import ActorConfig, PPOConfig, RolloutConfig
     from verl.engines.base import ModelOutput, TrainEngine
-    from verl.models.distillation import Teacher
 
 OnFinish = Callable[[int, Any], None]
 """Called with the row in the batch and its response (or conversation), as each finishes."""
@@ -134,43 +136,84 @@ def joined_outputs(parts: Sequence[Mapping[str, torch.Tensor]], rows: int) -> di
     return joined or None
 
 
-class ActorRole:
-    """Wraps a TrainEngine with the policy loss; one per rank."""
+class RoleWorker:
+    """A role on one rank: its engine, and what is done with it. A subclass has `forward`, that of a trained role
+    `loss`; both see this rank's rows."""
 
-    def __init__(self, engine: TrainEngine, cfg: ActorConfig, *, loss_scale_factor: int) -> None:
+    name = ""
+    kind: ClassVar[str] = ""
+    """Of engine (`verl.engines.build_engine`); default: actor for a trained role, ref for a frozen one."""
+
+    def __init__(self, engine: TrainEngine, cfg: Any, *, loss_scale_factor: int = 1) -> None:
         self.engine = engine
         self.cfg = cfg
-        self.policy_loss = policy_loss(cfg.policy_loss.loss_mode)
-        self._loss_scale_factor = cfg.loss_scale_factor or loss_scale_factor
-        self._gap = RolloutGap()
-        self.tokens = TokenOutputs()
-        self.teacher: Teacher | None = None
-        """Set where the policy is distilled."""
+        """The section of the role."""
+        self.loss_scale_factor = loss_scale_factor
 
-    def train_mini_batch(
-        self, mini: DataProto, prepared: Mapping[str, torch.Tensor] | None = None
-    ) -> dict[str, Metric]:
+    def connect(self, role: Role, config: PPOConfig, workers: Mapping[str, RoleWorker], tokens: int) -> None:
+        """Called once it and the roles before it are built. `tokens`: of the policy's tokenizer."""
+
+    @staticmethod
+    def prepare(batch: DataProto, cfg: Any) -> None:
+        """Add to a whole scored batch what passes of the role read; called in the process of the training loop."""
+
+    def forward(self, batch: DataProto, columns: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Those of its columns that are asked for, a row for each row of the batch."""
+        raise NotImplementedError(f"{type(self).__name__} has no forward")
+
+    def loss(self, out: ModelOutput, micro: DataProto) -> tuple[torch.Tensor, dict[str, Metric]]:
+        """This micro-batch's share of the loss, and metrics; `denominators` are those of the mini-batch."""
+        raise NotImplementedError(f"{type(self).__name__} has no loss")
+
+    def train(self, mini: DataProto, prepared: Mapping[str, torch.Tensor] | None = None) -> dict[str, Metric]:
         """One optimiser step. `mini` is this rank's share; its meta_info holds the whole mini-batch's counts."""
         metrics = self.forward_backward(mini, prepared)
-        return {**metrics, **step_metrics("actor", self.engine.optimizer_step())}
+        return {**metrics, **step_metrics(self.name, self.engine.optimizer_step())}
 
     def forward_backward(
         self, mini: DataProto, prepared: Mapping[str, torch.Tensor] | None = None
     ) -> dict[str, Metric]:
         """Add the gradients of a mini-batch."""
-        temperature = mini.meta_info["temperature"]
+        return self.engine.forward_backward(mini, self.loss)
+
+
+class ActorRole(RoleWorker):
+    """The policy."""
+
+    name = ACTOR
+
+    def __init__(self, engine: TrainEngine, cfg: ActorConfig, *, loss_scale_factor: int) -> None:
+        super().__init__(engine, cfg, loss_scale_factor=cfg.loss_scale_factor or loss_scale_factor)
+        self.policy_loss = policy_loss(cfg.policy_loss.loss_mode)
+        self._gap = RolloutGap()
+        self.tokens = TokenOutputs()
+        self.teacher: Teacher | None = None
+        """Set where the policy is distilled."""
+
+    def forward(self, batch: DataProto, columns: Sequence[str]) -> dict[str, torch.Tensor]:
+        out = self.engine.log_probs(
+            batch,
+            temperature=batch.meta_info["temperature"],
+            with_sum_pi_squared="sum_pi_squared" in columns,
+        )
+        out["old_log_probs"] = out.pop("log_probs")
+        return {name: out[name] for name in columns}
+
+    def forward_backward(
+        self, mini: DataProto, prepared: Mapping[str, torch.Tensor] | None = None
+    ) -> dict[str, Metric]:
         # In the batch, so that they are cut into the same micro-batches.
         mini.batch.update({f"{_PREPARED}{name}": value for name, value in (prepared or {}).items()})
         self._gap.reset()
         options = {} if self.teacher is None else {"teacher": self.teacher}
         metrics = self.engine.forward_backward(
-            mini, self.loss, temperature=temperature, with_entropy=True, **options
+            mini, self.loss, temperature=mini.meta_info["temperature"], with_entropy=True, **options
         )
         return {**metrics, **self._gap.metrics()}
 
     def loss(self, out: ModelOutput, micro: DataProto) -> tuple[torch.Tensor, dict[str, Metric]]:
         cfg, tensors, mask = self.cfg, micro.batch, micro.batch["response_mask"]
-        info = denominators(micro, self._loss_scale_factor)
+        info = denominators(micro, self.loss_scale_factor)
         log_prob = out.log_probs
         assert log_prob is not None
         if TOKEN_ROW in tensors:
@@ -217,22 +260,19 @@ class ActorRole:
         return loss, metrics
 
 
-class CriticRole:
-    """Wraps a TrainEngine with a value head; one per rank."""
+class CriticRole(RoleWorker):
+    """The value model."""
 
-    def __init__(self, engine: TrainEngine, cfg: CriticConfig, *, loss_scale_factor: int) -> None:
-        self.engine = engine
-        self.cfg = cfg
-        self._loss_scale_factor = loss_scale_factor
+    name = "critic"
+    kind = "critic"
 
-    def train_mini_batch(self, mini: DataProto) -> dict[str, Metric]:
-        metrics = self.engine.forward_backward(mini, self.loss)
-        return {**metrics, **step_metrics("critic", self.engine.optimizer_step())}
+    def forward(self, batch: DataProto, columns: Sequence[str]) -> dict[str, torch.Tensor]:
+        return {"values": self.engine.values(batch)}
 
     def loss(self, out: ModelOutput, micro: DataProto) -> tuple[torch.Tensor, dict[str, Metric]]:
         mask = micro.batch["response_mask"]
         assert out.values is not None
-        info = denominators(micro, self._loss_scale_factor)
+        info = denominators(micro, self.loss_scale_factor)
         loss, clipfrac = compute_value_loss(
             vpreds=out.values,
             returns=micro.batch["returns"],
@@ -249,6 +289,50 @@ class CriticRole:
             "critic/vf_clipfrac": Metric(clipfrac, "mean", tokens),
             "critic/vpred_mean": Metric(mean, "mean", tokens),
         }
+
+
+class StartRole(RoleWorker):
+    """The frozen start of another role; below LoRA adapters it is that role's engine without them."""
+
+    def connect(self, role: Role, config: PPOConfig, workers: Mapping[str, RoleWorker], tokens: int) -> None:
+        (self._column,) = role.columns
+        self._below_adapters = workers[role.start_of].engine is self.engine
+        self._of_policy = role.start_of == ACTOR
+        if self._below_adapters and refreshed(config, role) > 0:
+            self.engine.refresh_reference()
+
+    def forward(self, batch: DataProto, columns: Sequence[str]) -> dict[str, torch.Tensor]:
+        temperature = batch.meta_info["temperature"] if self._of_policy else 1.0
+        if self._below_adapters:
+            return {self._column: self.engine.reference_log_probs(batch, temperature=temperature)}
+        return {self._column: self.engine.log_probs(batch, temperature=temperature)["log_probs"]}
+
+
+class TeacherRole(RoleWorker):
+    """The model that the policy is distilled from."""
+
+    def connect(self, role: Role, config: PPOConfig, workers: Mapping[str, RoleWorker], tokens: int) -> None:
+        actor = workers[ACTOR]
+        assert isinstance(actor, ActorRole)
+        theirs, own = self.engine.info.vocab_size, actor.engine.info.vocab_size
+        self._vocabulary = min(theirs, own)
+        if (
+            theirs != own and self._vocabulary < tokens
+        ):  # else only the padding of their output matrices differs
+            raise ModelError(
+                f"actor_rollout_ref.teacher.path: the teacher has {theirs} tokens, the student {own}, and the "
+                f"tokenizer {tokens}; give a teacher with the student's tokenizer"
+            )
+        head = self.engine.output_head() if self.cfg.top_k is None else None
+        actor.teacher = Teacher(self.cfg.kl == "reverse", self._vocabulary, head)
+
+    def forward(self, batch: DataProto, columns: Sequence[str]) -> dict[str, torch.Tensor]:
+        return self.engine.teacher_outputs(
+            batch,
+            vocabulary=self._vocabulary,
+            top_k=self.cfg.top_k,
+            temperature=batch.meta_info["temperature"],
+        )
 
 
 def step_metrics(role: str, step: dict[str, float]) -> dict[str, Metric]:

@@ -105,7 +105,8 @@ class LogBuffer(logging.Handler):
 
 
 class RPCServer:
-    """Serves `do_<call>` one at a time, and `control_<call>` concurrently from another thread.
+    """Serves its methods `do_<call>` one at a time, and `control_<call>` concurrently from another thread. The driver
+    names them by reference (`RankCalls.all(TrainRank.do_save, ...)`).
 
     Independent of how calls arrive (Ray, or a test that starts processes itself)."""
 
@@ -122,11 +123,12 @@ class RPCServer:
         root.addHandler(self._logs)
         root.setLevel(logging.INFO)
 
-    def serve(self, call: str, *args: Any, **kwargs: Any) -> Outcome:
-        value, failure = None, None
+    def serve(self, call: str, *args: Any, label: str = "") -> Outcome:
+        """The answer of `do_<call>`. `label`: what messages and phases call it."""
+        value, failure, label = None, None, label or call
         try:
-            with self.watchdog.serving(call), live.phase(call):
-                value = getattr(self, f"do_{call}")(*args, **kwargs)
+            with self.watchdog.serving(label), live.phase(label):
+                value = getattr(self, f"do_{call}")(*args)
         # SystemExit would end this process, or its thread, without a message.
         except (Exception, SystemExit) as error:
             failure = Failure.of(error, self.watchdog)

@@ -13,16 +13,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from verl.checkpoint import CheckpointManager
+from verl.checkpoint import CheckpointManager, PartSettings
+from verl.checkpoint.resume import Found
 from verl.config.capabilities import engine_spec
 from verl.config.parallelism import Layout, engine_size, layout_of, rollout_pool
 from verl.models.weight_source import Adapter, NamedTensors, Names, SourceLogProbs, WeightSource
+from verl.observe.batch_metrics import ModelSize
 from verl.observe.metrics import Metric
 from verl.rollout.external_engine import RemoteEngine, TPFollower
 from verl.rollout.model_info import ModelInfo, model_info
@@ -31,6 +33,7 @@ from verl.rollout.weight_sync.fingerprint import Manifest
 from verl.runtime import environment
 from verl.workers.generation_stream import RolloutServer
 from verl.workers.local import LocalGroup
+from verl.workers.own_loss import LossFunction
 from verl.workers.rank import JoinedRank, RankSetup, collective_timeout_s
 from verl.workers.shard_batch import Arrays, from_arrays, to_arrays
 
@@ -38,7 +41,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from verl.config.schema import PPOConfig
-    from verl.data.proto import DataProto
     from verl.rollout.base import RolloutEngine
 
 _DEVICES = "CUDA_VISIBLE_DEVICES"
@@ -92,7 +94,7 @@ class RankGroup(LocalGroup):
             setup.tokenizer,
             training_steps=setup.training_steps,
             model=setup.model,
-            run_folder=setup.run_folder,
+            run_folder=None if setup.run_folder == Path() else setup.run_folder,
         )
         self._generation: ExitStack | None = None
         self._base_sent = False
@@ -191,6 +193,16 @@ class RankGroup(LocalGroup):
             return [self.actor_engine.weights().log_probs(prompt, rows) for rows in answers]
 
 
+@dataclass(frozen=True)
+class RankInfo:
+    """What the driver has to know of the models of a rank."""
+
+    size: ModelSize
+    model: ModelInfo | None = None
+    """For processes that only generate, with peft's description of the adapter that they get separately."""
+    adapter: Any = None
+
+
 class TrainRank(JoinedRank, RolloutServer):
     """One rank of reinforcement learning: all roles, and a rollout engine where there is one."""
 
@@ -201,18 +213,23 @@ class TrainRank(JoinedRank, RolloutServer):
     def __init__(self, rank: int, world_size: int = 1) -> None:
         super().__init__(rank, world_size)
         self._profile = ExitStack()
+        self._opened: dict[Any, CheckpointManager] = {}
 
     @property
     def group(self) -> RankGroup:
         assert self._group is not None
         return self._group
 
-    def do_build(self, setup: RankSetup[PPOConfig]) -> None:
+    def do_build(self, setup: RankSetup[PPOConfig]) -> RankInfo:
         """Join the process group and load this rank's shard of the models."""
         self.join(setup)
         self._group = RankGroup(setup, self.rank)
-        self._checkpoints = CheckpointManager.from_config(setup.cfg, setup.run_folder)
+        if setup.run_folder != Path():
+            self._checkpoints = CheckpointManager.from_config(setup.cfg, setup.run_folder)
         self._tokenizer = setup.tokenizer
+        if not rollout_pool(setup.cfg):
+            return RankInfo(self.group.model_size())
+        return RankInfo(self.group.model_size(), self.group.model_info(), self.group.adapter())
 
     def rollout_engine(self) -> RolloutEngine:
         return self.group.rollout
@@ -222,42 +239,40 @@ class TrainRank(JoinedRank, RolloutServer):
 
     # -- forward passes and updates -----------------------------------------------------------------------------
 
-    def do_log_probs(self, part: Arrays, meta: Mapping[str, Any], *, otb: bool) -> Arrays:
-        found = self.group.log_probs(from_arrays(part, meta), with_sum_pi_squared=otb)
-        return self._answer("actor", found)
-
-    def do_ref_log_probs(self, part: Arrays, meta: Mapping[str, Any]) -> Arrays:
-        return self._answer("ref", self.group.ref_log_probs(from_arrays(part, meta)))
-
-    def do_teacher_outputs(self, part: Arrays, meta: Mapping[str, Any]) -> Arrays:
-        return self._answer("teacher", self.group.teacher_outputs(from_arrays(part, meta)))
-
-    def do_values(self, part: Arrays, meta: Mapping[str, Any]) -> Arrays:
-        return self._answer("critic", self.group.values(from_arrays(part, meta)))
-
-    def do_start_log_probs(self, part: Arrays, meta: Mapping[str, Any]) -> Arrays:
-        return self._answer("implicit_reward", self.group.start_log_probs(from_arrays(part, meta)))
-
-    def do_implicit_rewards(self, part: Arrays, meta: Mapping[str, Any]) -> Arrays:
-        return self._answer("implicit_reward", self.group.implicit_rewards(from_arrays(part, meta)))
-
-    def _answer(self, role: str, found: DataProto) -> Arrays:
+    def do_forward(self, role: str, columns: Sequence[str], part: Arrays, meta: Mapping[str, Any]) -> Arrays:
         """Nothing where another rank answers for the same rows."""
+        found = self.group.forward(role, from_arrays(part, meta), columns)
         return to_arrays(found.batch) if self.group.layout(role).reports(self.rank) else {}
 
-    def do_train_actor(self, part: Arrays, prepared: Arrays, meta: Mapping[str, Any]) -> dict[str, Metric]:
-        return self._train("actor", part, prepared, meta)
-
-    def do_train_critic(self, part: Arrays, prepared: Arrays, meta: Mapping[str, Any]) -> dict[str, Metric]:
-        return self._train("critic", part, prepared, meta)
-
-    def do_train_implicit_reward(
-        self, part: Arrays, prepared: Arrays, meta: Mapping[str, Any]
+    def do_train(
+        self, role: str, part: Arrays, prepared: Arrays, meta: Mapping[str, Any]
     ) -> dict[str, Metric]:
-        return self._train("implicit_reward", part, prepared, meta)
+        metrics = self.group.train(role, from_arrays(part, meta), from_arrays(prepared).batch)
+        return self._reported(role, metrics)
 
-    def _train(self, role: str, part: Arrays, prepared: Arrays, meta: Mapping[str, Any]) -> dict[str, Metric]:
-        metrics = self.group.train_mini_batch(role, from_arrays(part, meta), from_arrays(prepared).batch)
+    def do_forward_backward(
+        self,
+        role: str,
+        part: Arrays,
+        prepared: Arrays,
+        meta: Mapping[str, Any],
+        loss: str | LossFunction | None,
+    ) -> dict[str, Metric]:
+        mini = from_arrays(part, meta)
+        metrics = self.group.forward_backward(role, mini, from_arrays(prepared).batch, loss)
+        return self._reported(role, metrics)
+
+    def do_optim_step(self, role: str, lr: float | None) -> dict[str, float]:
+        return self.group.optim_step(role, lr)
+
+    def do_zero_grad(self, role: str) -> None:
+        self.group.zero_grad(role)
+
+    def do_add(self, role: str) -> None:
+        self.group.add(role)
+
+    def _reported(self, role: str, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+        """As they are sent; none where another rank answers for the same rows."""
         layout = self.group.layout(role)
         if not layout.reports(self.rank):
             return {}
@@ -275,22 +290,19 @@ class TrainRank(JoinedRank, RolloutServer):
         kept = self.group.actor.tokens.take()()
         return to_arrays(kept) if self.group.layout("actor").reports(self.rank) else {}
 
-    def do_refresh_reference(self) -> None:
-        self.group.refresh_reference()
+    def do_refresh(self, role: str) -> None:
+        self.group.refresh(role)
 
     def do_update_weights(self, version: int) -> dict[str, float]:
         self.group.policy_version = version
         return self.group.sync_weights()
 
-    def do_start_profile(self, step: int, run_folder: Path) -> None:
-        """Calls are served by one thread, which the profiler needs."""
-        self._profile.enter_context(self.group.profile(step, run_folder))
-
-    def do_end_profile(self) -> None:
-        self._profile.close()
-
-    def do_model_size(self) -> Any:
-        return self.group.model_size()
+    def do_profile(self, step: int | None, run_folder: Path) -> None:
+        """Trace from here on; without a step, until here. Calls are served by one thread, which the profiler needs."""
+        if step is None:
+            self._profile.close()
+        else:
+            self._profile.enter_context(self.group.profile(step, run_folder))
 
     # -- generation ---------------------------------------------------------------------------------------------
 
@@ -301,12 +313,6 @@ class TrainRank(JoinedRank, RolloutServer):
         self.group.close_generation()
 
     # -- weights for processes that only generate ---------------------------------------------------------------
-
-    def do_model_info(self) -> ModelInfo:
-        return self.group.model_info()
-
-    def do_adapter(self) -> Any:
-        return self.group.adapter()
 
     def do_link(self, size: int) -> None:
         """Rank 0 sends to the rollout processes; the others only take part in gathering."""
@@ -335,6 +341,17 @@ class TrainRank(JoinedRank, RolloutServer):
 
     # -- checkpoints --------------------------------------------------------------------------------------------
 
+    def do_open_checkpoints(
+        self, folder: Path, settings: dict[str, PartSettings], began: int | None, options: dict[str, Any]
+    ) -> None:
+        """Save to and resume from `folder` from now on. `began`: as for `CheckpointManager.start_from`."""
+        key = folder, began, str(options)
+        if key not in self._opened:
+            self._opened[key] = CheckpointManager(folder, settings, **options)
+            if began is not None:
+                self._opened[key].start_from(began)
+        self._checkpoints = self._opened[key]
+
     def do_rehearse_save(self, state: Mapping[str, Any]) -> None:
         assert self._checkpoints is not None
         self._checkpoints.rehearse(self.group.checkpoint_parts(), state, tokenizer=self._tokenizer)
@@ -348,11 +365,11 @@ class TrainRank(JoinedRank, RolloutServer):
         saved = self._checkpoints.save(step, parts, state, tokenizer=self._tokenizer, metrics=metrics)
         return saved, self._checkpoints.failure
 
-    def do_find_checkpoint(self, below: int | None) -> Any:
-        """What `CheckpointManager.find` found; on the other ranks its step alone."""
+    def do_find_checkpoint(self, below: int | None) -> tuple[int | None, Found | None]:
+        """The step of what `CheckpointManager.find` found, and on rank 0 all of it."""
         assert self._checkpoints is not None
         found = self._checkpoints.find(self.group.checkpoint_parts(), below)
-        return found if self.rank == 0 or found is None else found[0]
+        return None if found is None else found[0], found if self.rank == 0 else None
 
     def do_load_found(self) -> bool:
         assert self._checkpoints is not None

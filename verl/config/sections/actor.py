@@ -168,10 +168,16 @@ class RefConfig(LogProbConfig, ShardingConfig):
 
 
 @dataclass
-class TeacherConfig(RefConfig):
-    """The frozen teacher of distillation; whatever is not said here is as in `actor_rollout_ref.model`."""
+class FrozenRoleConfig(RefConfig):
+    """A frozen role with a model of its own; whatever is not said here is as in `actor_rollout_ref.model`."""
 
     path: str = key("", "its Hugging Face folder or id; it has the student's tokens", path=True)
+
+
+@dataclass
+class TeacherConfig(FrozenRoleConfig):
+    """The frozen teacher of distillation; whatever is not said here is as in `actor_rollout_ref.model`."""
+
     kl: str = key(
         "reverse", "reverse: KL(student || teacher); forward: the other way round", known=known.TEACHER_KL
     )
@@ -209,18 +215,14 @@ class CriticConfig(TrainEngineConfig):
 
 
 @dataclass
-class ImplicitRewardConfig(LogProbConfig, TrainEngineConfig):
-    """The implicit reward model of prime: a language model whose log-ratio to its start is the reward of each token,
-    trained on the outcomes of the policy's responses."""
+class TrainedRoleConfig(LogProbConfig, TrainEngineConfig):
+    """A language model with the policy's tokens that is trained beside it."""
 
     strategy: str = _as_actor("strategy")
     model: ModelConfig = section(
         ModelConfig, "the model, with the policy's tokens; default path: the actor's"
     )
     optim: OptimConfig = section(OptimConfig, "optimiser and schedule")
-    beta: float = key(0.05, "the reward of a token is beta times its log-ratio", gt=0)
-    update: str = key("before", "train on a batch before or after scoring it", known=known.REWARD_UPDATES)
-    threshold: float = key(0.5, "a response with a score above it is a right one")
     ppo_mini_batch_size: int = _as_actor("ppo_mini_batch_size")
     ppo_micro_batch_size_per_gpu: int | None = shared(ActorConfig, "ppo_micro_batch_size_per_gpu")
     use_dynamic_bsz: bool = _as_actor("use_dynamic_bsz")
@@ -230,3 +232,13 @@ class ImplicitRewardConfig(LogProbConfig, TrainEngineConfig):
     ulysses_sequence_parallel_size: int = _as_actor("ulysses_sequence_parallel_size")
     megatron: FollowingMegatronConfig = section(FollowingMegatronConfig, _MEGATRON[0], used_if=_MEGATRON[1])
     checkpoint: CheckpointConfig = section(CheckpointConfig, "what checkpoints hold")
+
+
+@dataclass
+class ImplicitRewardConfig(TrainedRoleConfig):
+    """The implicit reward model of prime: a language model whose log-ratio to its start is the reward of each token,
+    trained on the outcomes of the policy's responses."""
+
+    beta: float = key(0.05, "the reward of a token is beta times its log-ratio", gt=0)
+    update: str = key("before", "train on a batch before or after scoring it", known=known.REWARD_UPDATES)
+    threshold: float = key(0.5, "a response with a score above it is a right one")

@@ -1,5 +1,4 @@
-"""The losses of a Session: functions of log-probs as losses whose gradient does not depend on micro-batches, and what a
-policy loss needs of a batch."""
+"""Losses of a user's own loop: functions of log-probs as losses whose gradient does not depend on micro-batches."""
 
 from __future__ import annotations
 
@@ -10,18 +9,17 @@ import torch
 
 from verl.algorithms import agg_loss, loss_denominators
 from verl.data.proto import DataProto
-from verl.errors import ConfigError, DataError
+from verl.errors import ConfigError
 from verl.observe.metrics import Metric
 from verl.workers.roles import denominators
 
 if TYPE_CHECKING:
-    from verl.config.schema import ActorConfig, PPOConfig
+    from verl.config.schema import PPOConfig
     from verl.engines.base import LossFn, ModelOutput
 
 LossFunction = Callable[[torch.Tensor, DataProto], torch.Tensor]
 """(log_probs [b, T] with gradient, rows of the micro-batch) -> token losses [b, T], losses of sequences [b], or a
 number that is the micro-batch's share of the loss (divided by counts in the rows' `meta_info`)."""
-CROSS_ENTROPY = "cross_entropy"
 
 
 def cross_entropy(log_probs: torch.Tensor, batch: DataProto) -> torch.Tensor:
@@ -56,32 +54,3 @@ def engine_loss(function: LossFunction, cfg: PPOConfig) -> LossFn:
         return loss, {"actor/loss": Metric(loss.detach(), "sum")}
 
     return loss_fn
-
-
-def check_policy_columns(mini: DataProto, name: str, actor: ActorConfig, step: int) -> None:
-    """Refuse rows that the policy loss `name` cannot be computed for at this step; advantages [B] become [B, T]."""
-    tensors, mask = mini.batch, mini.batch["response_mask"]
-    if "advantages" not in tensors:
-        raise DataError(
-            f"the loss {name!r} needs advantages: set batch.batch['advantages'] to a tensor [B] or [B, T]; the "
-            f"batch has: {', '.join(sorted(tensors))}"
-        )
-    advantages = tensors["advantages"]
-    if advantages.dim() == 1:
-        tensors["advantages"] = advantages = advantages[:, None] * mask
-    if advantages.shape != mask.shape:
-        raise DataError(
-            f"advantages have the shape {list(advantages.shape)}; [B] or [B, T] like response_mask "
-            f"{list(mask.shape)} is needed"
-        )
-    if actor.use_kl_loss and "ref_log_prob" not in tensors:
-        raise DataError(
-            "actor_rollout_ref.actor.use_kl_loss needs the reference: set batch.batch['ref_log_prob'] = "
-            "session.log_probs(batch, reference=True)"
-        )
-    drawn = mini.non_tensor_batch.get("policy_version")
-    if "old_log_probs" not in tensors and drawn is not None and any(v != step for v in drawn):
-        raise DataError(
-            f"the batch was sampled at step {min(drawn)} and this is step {step}: the loss {name!r} needs the "
-            "log-probs from before: batch.batch['old_log_probs'] = session.log_probs(batch) right after sample()"
-        )
