@@ -28,7 +28,7 @@ from verl.config.methods import (
     register_adv_est,
     register_policy_loss,
 )
-from verl.config.parallelism import model_roles
+from verl.config.roles import model_roles
 from verl.errors import ConfigError
 
 DOCS = Path(__file__).parents[2] / "docs" / "algorithms.md"

@@ -8,7 +8,7 @@ import pytest
 
 from verl.config.checks import check
 from verl.config.load import load_ppo_config
-from verl.config.parallelism import needs_reference
+from verl.config.methods import needed_columns
 from verl.config.roles import model_roles
 from verl.errors import ConfigError
 
@@ -82,7 +82,7 @@ def test_accepted(extra):
 
 
 def test_pair_losses_have_a_reference_and_sppo_has_none():
-    assert [needs_reference(load(loss)) for loss in (DPO, SPIN, SPPO)] == [True, True, False]
+    assert ["ref_log_prob" in needed_columns(load(loss)) for loss in (DPO, SPIN, SPPO)] == [True, True, False]
     assert [role.name for role in model_roles(load(DPO))] == ["actor", "ref"]
     assert [role.name for role in model_roles(load(DPO, "actor_rollout_ref.model.lora_rank=8"))] == ["actor"]
 
