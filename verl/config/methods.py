@@ -194,6 +194,7 @@ def register_policy_loss(
 
 def register_preference_loss(name: str, **declared: Unpack[Declared]) -> Callable[[F], F]:
     """Decorator: make a preference loss known as `algorithm.loss=name` of `verl dpo`."""
+    declared.setdefault("compares_responses", True)
     return _register(PREFERENCE_LOSS, name, declared)
 
 
