@@ -343,7 +343,12 @@ def test_spins_margin_falls_to_0_as_the_policy_becomes_the_data():
 def test_a_call_without_the_whole_mini_batch_says_what_is_missing(loss):
     batch = answers([1.0, 0.0], "aa")
     with pytest.raises(ConfigError, match=f"loss_mode={loss} compares the responses.*prepare hook"):
-        get_policy_loss_fn(loss)(old_log_prob=batch.old, log_prob=batch.log_prob, response_mask=batch.mask)
+        get_policy_loss_fn(loss)(
+            old_log_prob=batch.old,
+            log_prob=batch.log_prob,
+            response_mask=batch.mask,
+            config=ActorConfig(policy_loss=PolicyLossConfig(loss_mode=loss)),
+        )
 
 
 def test_missing_columns_are_named():

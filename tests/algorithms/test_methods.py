@@ -192,7 +192,7 @@ def test_a_plug_in_has_the_roles_groups_section_and_checks_it_asks_for():
             load(*chosen, wrong)
     loss, _ = policy_loss("mine")(log_prob=torch.ones(2), ref_log_prob=torch.zeros(2), advantages=None)
     assert loss == 2
-    with pytest.raises(ConfigError, match="the policy loss 'mine' needs the argument 'ref_log_prob'"):
+    with pytest.raises(ConfigError, match="loss_mode=mine needs the argument 'ref_log_prob'"):
         policy_loss("mine")(log_prob=torch.ones(2))
 
 

@@ -205,9 +205,9 @@ def test_an_empty_batch_has_no_metrics():
     ("config", "text"),
     [
         ({"rollout_is": "turn"}, "rollout_is='turn'"),
-        ({"rollout_is": "token", "rollout_is_threshold": "2_1"}, "rollout_is_threshold='2_1'"),
-        ({"rollout_is": "token", "rollout_is_threshold": -1.0}, "rollout_is_threshold=-1.0"),
-        ({"rollout_rs": "seq_k1", "rollout_rs_threshold": 2}, "seq_k1; allowed"),
+        ({"rollout_is": "token", "rollout_is_threshold": "2_1"}, "rollout_is_threshold' is '2_1'"),
+        ({"rollout_is": "token", "rollout_is_threshold": -1.0}, "rollout_is_threshold' is '-1.0'"),
+        ({"rollout_rs": "seq_k1", "rollout_rs_threshold": 2}, "'seq_k1'; allowed"),
         ({"rollout_rs": "seq_mean_k1"}, "needs .*rollout_rs_threshold"),
         ({"rollout_rs": "token_k1,token_k2", "rollout_rs_threshold": "1,2,3"}, "3 bounds for 2 rules"),
         ({"rollout_rs": "token_k1", "rollout_rs_threshold": "few"}, "'few'"),

@@ -15,7 +15,6 @@ from verl.algorithms.groups import Groups, scored_groups, spread
 from verl.algorithms.lazy_torch import Tensor, torch
 from verl.config.methods import F, register_adv_est
 from verl.config.schema import AlgorithmConfig
-from verl.errors import ConfigError
 
 if TYPE_CHECKING:
     from verl.config.schema import PPOConfig
@@ -37,14 +36,6 @@ def _setting(given: Any, config: Any, name: str) -> Any:
     return given if given is not None else getattr(config, name, getattr(_DEFAULTS, name))
 
 
-def _need(value: Any, name: str, estimator: str, fix: str) -> Any:
-    if value is None:
-        raise ConfigError(
-            f"algorithm.adv_estimator={estimator} needs {name}, which the batch lacks. {fix}".rstrip()
-        )
-    return value
-
-
 @register_adv_est("gae", needs=("values",), reads=("gamma", "lam"))
 def gae(
     token_level_rewards: Tensor,
@@ -57,7 +48,6 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation. Positions with mask 0 (tool tokens) are skipped: the next value and the
     next advantage pass over them unchanged."""
-    _need(values, "values", "gae", "Leave critic.enable unset or set it to True.")
     gamma, lam = _setting(gamma, config, "gamma"), _setting(lam, config, "lam")
     advantages = advantage_scan(token_level_rewards, values, response_mask, gamma, lam)
     returns = keep(advantages + values, response_mask)
@@ -210,9 +200,6 @@ def remax(
     token_level_rewards: Tensor, response_mask: Tensor, reward_baselines: Tensor, **_: Any
 ) -> tuple[Tensor, Tensor]:
     """Reward to go less the reward [B] of one greedy rollout of the same prompt."""
-    _need(
-        reward_baselines, "reward_baselines", "remax", "They are the scores of a greedy rollout per prompt."
-    )
     returns = rewards_to_go(token_level_rewards, response_mask)
     return returns - spread(reward_baselines, response_mask, returns.dtype), returns
 
@@ -240,7 +227,7 @@ def gdpo(
     token_level_rewards: Tensor,
     response_mask: Tensor,
     index: Any,
-    rewards_by_key: Mapping[str, Tensor] | None = None,
+    rewards_by_key: Mapping[str, Tensor],
     norm_adv_by_std_in_grpo: bool | None = None,
     config: Any = None,
     **_: Any,
@@ -250,24 +237,8 @@ def gdpo(
 
     Keys and weights come from `config.gdpo_reward_keys` and `config.gdpo_reward_weights`; without keys, all of
     `rewards_by_key` count."""
-    rewards_by_key = _need(
-        rewards_by_key,
-        "rewards_by_key",
-        "gdpo",
-        "Let the reward function return a dict with several numbers and name them in algorithm.gdpo_reward_keys.",
-    )
     keys = list(getattr(config, "gdpo_reward_keys", None) or rewards_by_key)
     weights = list(getattr(config, "gdpo_reward_weights", None) or [1.0] * len(keys))
-    missing = [key for key in keys if key not in rewards_by_key]
-    if missing:
-        raise ConfigError(
-            f"algorithm.gdpo_reward_keys names {', '.join(missing)}, which the reward function does not give; "
-            f"it gives: {', '.join(rewards_by_key) or 'none'}"
-        )
-    if len(weights) != len(keys):
-        raise ConfigError(
-            f"algorithm.gdpo_reward_weights has {len(weights)} numbers for {len(keys)} keys ({', '.join(keys)})"
-        )
     by_std = _setting(norm_adv_by_std_in_grpo, config, "norm_adv_by_std_in_grpo")
     batch_size, device = response_mask.shape[0], response_mask.device
     groups = Groups.of(index, batch_size, device)
@@ -292,8 +263,6 @@ def optimal_token_baseline(
     weighted by the accumulated squared norm of their score functions, w_t = 1 - 2 pi_t + sum pi^2.
 
     Beyond the length of the second-longest member there is nothing to compare with, and the baseline is 0."""
-    _need(old_log_probs, "old_log_probs", "optimal_token_baseline", "")
-    _need(sum_pi_squared, "sum_pi_squared", "optimal_token_baseline", "The trainer's log-prob pass gives it.")
     batch_size, width = response_mask.shape
     groups = Groups.of(index, batch_size, response_mask.device)
     returns = rewards_to_go(token_level_rewards, response_mask)

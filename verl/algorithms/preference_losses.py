@@ -119,29 +119,13 @@ def spin_pairs(log_prob: Tensor, response_mask: Tensor, config: Any, batch: Any)
     return _pair_shares(pairs, responses, log_prob, batch, config)
 
 
-def _of_prepare(prepared: Mapping[str, Tensor] | None, name: str) -> Mapping[str, Tensor]:
+def _of_prepare(prepared: Mapping[str, Tensor] | None, config: Any) -> Mapping[str, Tensor]:
     if prepared is None:
         raise ConfigError(
-            f"policy_loss.loss_mode={name} compares the responses to one prompt: it needs what its prepare hook "
-            "(get_policy_loss_prepare) finds in the whole mini-batch"
+            f"policy_loss.loss_mode={_settings(config).loss_mode} compares the responses to one prompt: it needs what "
+            "its prepare hook (get_policy_loss_prepare) finds in the whole mini-batch"
         )
     return prepared
-
-
-def _pair_loss(
-    name: str,
-    log_prob: Tensor,
-    response_mask: Tensor,
-    config: Any,
-    prepared: Mapping[str, Tensor] | None,
-) -> tuple[Tensor, dict[str, Any]]:
-    prepared = _of_prepare(prepared, name)
-    # A row of padding is a copy of another, with an empty mask.
-    real = as_bool(response_mask).any(-1)
-    mine = {key: torch.where(real, values.to(real.device), 0.0) for key, values in prepared.items()}
-    dp_size = (getattr(config, "global_batch_info", None) or {}).get("dp_size", 1)
-    loss = additive_loss(log_prob, response_mask, mine["weight"], mine["value"]) * dp_size
-    return loss, {f"actor/{key}": Metric(mine[key].sum(), "sum") for key in _METRICS}
 
 
 def _group_errors(config: PPOConfig) -> list[str]:
@@ -157,28 +141,6 @@ def _group_errors(config: PPOConfig) -> list[str]:
 
 
 _PAIRED = ("beta", "pair_loss", "label_smoothing")
-
-
-@register_policy_loss(
-    "online_dpo",
-    prepare=online_dpo_pairs,
-    needs=("ref_log_prob",),
-    reads=(*_PAIRED, "pairs"),
-    whole_groups=True,
-    compares_responses=True,
-    reads_advantages=False,
-    check=_group_errors,
-)
-def online_dpo(
-    log_prob: Tensor,
-    response_mask: Tensor,
-    config: Any = None,
-    prepared: Mapping[str, Tensor] | None = None,
-    **_: Any,
-) -> tuple[Tensor, dict[str, Any]]:
-    """The loss `policy_loss.pair_loss` of the policy's own responses, ordered by reward; the mean over the mini-batch's
-    pairs, whatever the aggregation mode."""
-    return _pair_loss("online_dpo", log_prob, response_mask, config, prepared)
 
 
 def _spin_errors(config: PPOConfig) -> list[str]:
@@ -210,15 +172,32 @@ def _spin_errors(config: PPOConfig) -> list[str]:
     reads_advantages=False,
     check=_spin_errors,
 )
-def spin(
+@register_policy_loss(
+    "online_dpo",
+    prepare=online_dpo_pairs,
+    needs=("ref_log_prob",),
+    reads=(*_PAIRED, "pairs"),
+    whole_groups=True,
+    compares_responses=True,
+    reads_advantages=False,
+    check=_group_errors,
+)
+def pair_loss(
     log_prob: Tensor,
     response_mask: Tensor,
     config: Any = None,
     prepared: Mapping[str, Tensor] | None = None,
     **_: Any,
 ) -> tuple[Tensor, dict[str, Any]]:
-    """The same with the data's answer as the better response."""
-    return _pair_loss("spin", log_prob, response_mask, config, prepared)
+    """The loss `policy_loss.pair_loss`, the mean over the mini-batch's pairs, whatever the aggregation mode: of the
+    policy's own responses, ordered by reward (online_dpo), or with the data's answer as the better one (spin)."""
+    prepared = _of_prepare(prepared, config)
+    # A row of padding is a copy of another, with an empty mask.
+    real = as_bool(response_mask).any(-1)
+    mine = {key: torch.where(real, values.to(real.device), 0.0) for key, values in prepared.items()}
+    dp_size = (getattr(config, "global_batch_info", None) or {}).get("dp_size", 1)
+    loss = additive_loss(log_prob, response_mask, mine["weight"], mine["value"]) * dp_size
+    return loss, {f"actor/{key}": Metric(mine[key].sum(), "sum") for key in _METRICS}
 
 
 @no_grad
@@ -260,7 +239,7 @@ def sppo(
 ) -> tuple[Tensor, dict[str, Any]]:
     """(log pi / old of the response - target)^2, repeated on each of its tokens, so that every aggregation mode
     applies; `seq-mean-token-mean` is the paper's mean over responses."""
-    target = _of_prepare(prepared, "sppo")["target"]
+    target = _of_prepare(prepared, config)["target"]
     mask = as_bool(response_mask)
     moved = keep(log_prob, mask) - keep(old_log_prob, mask).detach()
     gap = moved.sum(-1) - target.to(moved)

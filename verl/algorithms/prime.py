@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from verl.algorithms.advantages import _need, rewards_to_go
+from verl.algorithms.advantages import rewards_to_go
 from verl.algorithms.aggregation import as_bool, keep, masked_whiten, sequence_mean
 from verl.algorithms.groups import scored_groups, spread
 from verl.algorithms.lazy_torch import Tensor, torch
@@ -43,7 +43,6 @@ def prime(
     """Leave-one-out advantages of outcome and process, whitened: the score less the mean of the group's other
     responses, plus from each token to the end the process rewards, each less the mean over the others of the mean
     process reward of their tokens. A group of one has nothing to be compared with, and both are 0."""
-    _need(process_rewards, "process_rewards", "prime", "The implicit reward model gives them.")
     coefs = getattr(config, "prime", None) or PRIMEConfig()
     scores, groups = scored_groups(token_level_rewards, response_mask, index)
     shifted = groups.shifted(scores)

@@ -7,13 +7,12 @@ rejected leaves the returned mask, and with it every loss denominator counted fr
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from verl.algorithms.aggregation import as_bool, keep, masked_mean, sequence_mean
 from verl.algorithms.lazy_torch import Tensor, torch
-from verl.config.known import ROLLOUT_RS
 from verl.config.methods import register_correction
+from verl.config.sections.algorithm import Bounds, rejection_rules
 from verl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,54 +20,6 @@ if TYPE_CHECKING:
 
 SECTION = "algorithm.rollout_correction"
 LOG_BOUND = 20.0
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """What is kept; `low` is None where only one number was given."""
-
-    low: float | None
-    high: float
-
-    @classmethod
-    def parse(cls, value: Any, key: str) -> Bounds:
-        """A number, or "lo_hi"."""
-        try:
-            parts = [float(part) for part in str(value).strip().split("_")]
-        except ValueError:
-            parts = []
-        if len(parts) == 1 and parts[0] > 0:
-            return cls(None, parts[0])
-        if len(parts) == 2 and 0 <= parts[0] < parts[1]:
-            return cls(parts[0], parts[1])
-        raise ConfigError(
-            f"{SECTION}.{key}={value!r} must be a number above 0 or 'lo_hi' with 0 <= lo < hi, such as '0.5_2.0'"
-        )
-
-
-def _rules(config: Any) -> list[tuple[str, Bounds]]:
-    text = getattr(config, "rollout_rs", None)
-    if not text:
-        return []
-    names = [name.strip() for name in str(text).split(",") if name.strip()]
-    unknown = [name for name in names if name not in ROLLOUT_RS]
-    if unknown:
-        raise ConfigError(
-            f"{SECTION}.rollout_rs names {', '.join(unknown)}; allowed, comma separated: {', '.join(ROLLOUT_RS)}"
-        )
-    threshold = getattr(config, "rollout_rs_threshold", None)
-    if threshold is None:
-        raise ConfigError(
-            f"{SECTION}.rollout_rs={text} needs {SECTION}.rollout_rs_threshold: one bound, or one per rule"
-        )
-    bounds = [Bounds.parse(part, "rollout_rs_threshold") for part in str(threshold).split(",")]
-    if len(bounds) == 1:
-        bounds *= len(names)
-    if len(bounds) != len(names):
-        raise ConfigError(
-            f"{SECTION}.rollout_rs_threshold has {len(bounds)} bounds for {len(names)} rules ({', '.join(names)})"
-        )
-    return list(zip(names, bounds, strict=True))
 
 
 def _kept_by(rule: str, bounds: Bounds, log_ratio: Tensor, mask: Tensor) -> Tensor:
@@ -105,7 +56,7 @@ def _importance_weights(
     level = config.rollout_is
     if level not in ("token", "sequence"):
         raise ConfigError(f"{SECTION}.rollout_is={level!r} is unknown; allowed: token, sequence")
-    bounds = Bounds.parse(config.rollout_is_threshold, "rollout_is_threshold")
+    bounds = Bounds.parse(config.rollout_is_threshold, "is")
     exponent = log_ratio
     if level == "sequence":
         exponent = (
@@ -166,7 +117,7 @@ def compute_rollout_correction(
         log_ratio = (old - roll).clamp(-LOG_BOUND, LOG_BOUND)
         metrics = offpolicy_metrics(old, roll, mask) | rollout_probs_diff_metrics(old, roll, mask)
         remaining = mask
-        rules = _rules(config)
+        rules = rejection_rules(config)
         for rule, bounds in rules:
             kept = _kept_by(rule, bounds, log_ratio, mask)
             metrics[f"rollout_corr/rejected_by_{rule}"] = _mean((~kept).to(old.dtype), mask)

@@ -194,6 +194,7 @@ def register_policy_loss(
 
 def register_preference_loss(name: str, **declared: Unpack[Declared]) -> Callable[[F], F]:
     """Decorator: make a preference loss known as `algorithm.loss=name` of `verl dpo`."""
+    declared.setdefault("compares_responses", True)
     return _register(PREFERENCE_LOSS, name, declared)
 
 
@@ -298,27 +299,26 @@ def needed_by(table: str, column: str) -> Callable[[str], str]:
 
 
 def read_by(table: str) -> Callable[[str], str]:
-    """`used_if` of a key that only some methods read: the chosen one does."""
-    return lambda key: f"{table}={'|'.join(builtin_names(table, lambda method: key in (method.reads or ())))}"
+    """`used_if` of a key that only some methods read: the chosen one does, or is none of the few that do not."""
 
+    def condition(key: str) -> str:
+        readers = builtin_names(table, lambda method: key in (method.reads or ()))
+        others = [name for name in builtin_names(table) if name not in readers]
+        few = len(readers) <= len(others)
+        return f"{table}={'|'.join(readers)}" if few else f"{table}!={'|'.join(others)}"
 
-def not_ignored_by(table: str) -> Callable[[str], str]:
-    """`used_if` of a key that most methods read: the chosen one is none of the others."""
-    return lambda key: (
-        f"{table}!={'|'.join(builtin_names(table, lambda method: key not in (method.reads or ())))}"
-    )
+    return condition
 
 
 def call_with_known(fn: Callable[..., Any], available: Mapping[str, Any], what: str) -> Any:
     """Call `fn` with those of `available` it has parameters for; a required one that is missing is an error that names
     it. This is how a user's estimator or loss takes only what it needs."""
     parameters = inspect.signature(fn).parameters
-    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     given = {name: value for name, value in available.items() if takes_all or name in parameters}
-    for name, parameter in parameters.items():
-        if parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
-            continue
-        if parameter.default is inspect.Parameter.empty and name not in given:
+    for name, each in parameters.items():
+        varying = each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+        if not varying and each.default is each.empty and name not in given:
             raise ConfigError(
                 f"{what} needs the argument {name!r}; available: {', '.join(sorted(available))}"
             )

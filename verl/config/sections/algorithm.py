@@ -5,10 +5,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from verl.config import known
 from verl.config.keys import Section, key, section
 from verl.config.methods import ADV_ESTIMATOR, builtin_names, needed_by, read_by
+from verl.errors import ConfigError
 
 _estimator_reads = read_by(ADV_ESTIMATOR)
 
@@ -67,33 +69,66 @@ class RolloutCorrectionConfig:
     def errors(self, name: str) -> list[str]:
         """What is wrong within the section called `name`."""
         lines = []
-        rules = [rule.strip() for rule in (self.rollout_rs or "").split(",") if rule.strip()]
-        for rule in rules:
-            if rule not in known.ROLLOUT_RS:
-                lines.append(f"'{name}.rollout_rs' names '{rule}'; allowed: {', '.join(known.ROLLOUT_RS)}")
-        bounds = str(self.rollout_rs_threshold).split(",") if rules else []
-        if rules and self.rollout_rs_threshold is None:
-            return [*lines, f"'{name}.rollout_rs' needs '{name}.rollout_rs_threshold', e.g. 0.5_2.0"]
-        for kind, bound in [("is", str(self.rollout_is_threshold)), *(("rs", bound) for bound in bounds)]:
-            if not _is_bound(bound):
-                lines.append(
-                    f"'{name}.rollout_{kind}_threshold' is '{bound}'; it must be a number above 0, or two as lo_hi "
-                    "with 0 <= lo < hi, e.g. 0.5_2.0"
-                )
-        if len(bounds) not in (0, 1, len(rules)):
-            lines.append(
-                f"'{name}.rollout_rs_threshold' has {len(bounds)} bounds for {len(rules)} rules; give one, or one each"
-            )
+        for read in (lambda: rejection_rules(self), lambda: Bounds.parse(self.rollout_is_threshold, "is")):
+            try:
+                read()
+            except ConfigError as error:
+                lines.append(str(error))
         return lines
 
 
-def _is_bound(value: str) -> bool:
-    """A number above 0, or two as lo_hi."""
-    try:
-        numbers = [float(number) for number in value.strip().split("_")]
-    except ValueError:
-        return False
-    return (len(numbers) == 1 and numbers[0] > 0) or (len(numbers) == 2 and 0 <= numbers[0] < numbers[1])
+_CORRECTION = "algorithm.rollout_correction"
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What is kept; `low` is None where only one number was given."""
+
+    low: float | None
+    high: float
+
+    @classmethod
+    def parse(cls, value: Any, of: str) -> Bounds:
+        """A number, or "lo_hi"; `of`: is or rs."""
+        try:
+            parts = [float(part) for part in str(value).strip().split("_")]
+        except ValueError:
+            parts = []
+        if len(parts) == 1 and parts[0] > 0:
+            return cls(None, parts[0])
+        if len(parts) == 2 and 0 <= parts[0] < parts[1]:
+            return cls(parts[0], parts[1])
+        raise ConfigError(
+            f"'{_CORRECTION}.rollout_{of}_threshold' is '{value}'; it must be a number above 0, or two as lo_hi with "
+            "0 <= lo < hi, e.g. 0.5_2.0"
+        )
+
+
+def rejection_rules(config: Any) -> list[tuple[str, Bounds]]:
+    """The rules of `rollout_rs`, each with its bounds."""
+    names = [
+        name.strip() for name in str(getattr(config, "rollout_rs", None) or "").split(",") if name.strip()
+    ]
+    unknown = [name for name in names if name not in known.ROLLOUT_RS]
+    if unknown:
+        raise ConfigError(
+            f"'{_CORRECTION}.rollout_rs' names '{', '.join(unknown)}'; allowed, comma separated: "
+            f"{', '.join(known.ROLLOUT_RS)}"
+        )
+    threshold = getattr(config, "rollout_rs_threshold", None)
+    if not names:
+        return []
+    if threshold is None:
+        raise ConfigError(
+            f"'{_CORRECTION}.rollout_rs' needs '{_CORRECTION}.rollout_rs_threshold', e.g. 0.5_2.0"
+        )
+    bounds = [Bounds.parse(part, "rs") for part in str(threshold).split(",")]
+    if len(bounds) not in (1, len(names)):
+        raise ConfigError(
+            f"'{_CORRECTION}.rollout_rs_threshold' has {len(bounds)} bounds for {len(names)} rules; give one, or one "
+            "each"
+        )
+    return list(zip(names, bounds * (len(names) if len(bounds) == 1 else 1), strict=True))
 
 
 @dataclass
