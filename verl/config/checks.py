@@ -46,9 +46,10 @@ _REGISTRIES = {
 }
 
 
-def check(config: AnyConfig) -> list[str]:
-    """Warnings about a config that can run; ConfigError, with every reason, for one that cannot."""
-    errors = _value_errors(config) or _section_errors(config) + _combination_errors(config)
+def check(config: AnyConfig, plan: RunPlan | None = None) -> list[str]:
+    """Warnings about a config that can run; ConfigError, with every reason, for one that cannot. `plan`: of a config
+    that trains."""
+    errors = _value_errors(config) or _section_errors(config) + _combination_errors(config, plan)
     if errors:
         raise ConfigError("\n".join([*unavailable(config), *errors]))
     return unused_keys(config)
@@ -76,12 +77,12 @@ def _section_errors(config: AnyConfig) -> list[str]:
     return [line for name, each in found if hasattr(each, "errors") for line in each.errors(name)]
 
 
-def _combination_errors(config: AnyConfig) -> list[str]:
+def _combination_errors(config: AnyConfig, plan: RunPlan | None) -> list[str]:
     if isinstance(config, EvaluationConfig):
         return []
     if isinstance(config, GenerationConfig):
         return _length_errors(config, "rollout") + sharing_errors(config)
-    plan = RunPlan(config)
+    plan = plan or RunPlan(config)
     return _ppo_errors(config, plan) if isinstance(config, PPOConfig) else _offline_errors(config, plan)
 
 
