@@ -9,9 +9,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.tiny_run import read_metrics, tiny_run
 from verl.config import methods
 from verl.config.keys import schema_keys
 from verl.config.load import from_dict, import_plugins_of, load_ppo_config, to_yaml
@@ -212,3 +214,36 @@ def test_engines_and_strategies_of_plug_ins_are_judged_by_what_they_declare(
     )
     with pytest.raises(ConfigError, match=r"staged\.stages 3 = 3 ranks for one copy"):
         load(path, *given, f"{actor}.staged.stages=3")
+
+
+LOSS = """
+from verl.algorithms import agg_loss
+from verl.algorithms.registry import register_policy_loss
+
+
+@register_policy_loss("mine")
+def mine(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights):
+    loss = agg_loss(-log_prob * advantages, response_mask, loss_agg_mode, **config.global_batch_info)
+    return config.policy_loss.mine.beta * loss, {"actor/doubled": config.policy_loss.mine.doubled}
+"""
+
+
+@pytest.mark.slow(seconds=4)
+def test_a_run_gets_the_value_and_writes_it_to_its_record(
+    tiny_model_dir: Path, digits_data: Path, plugin: Path, tmp_path: Path, fork_server: Any
+) -> None:
+    plugin.write_text(PLUGIN + LOSS)
+    chosen = [f"trainer.plugins=[{plugin.name}]", "actor_rollout_ref.actor.policy_loss.loss_mode=mine"]
+    words = tiny_run(
+        tiny_model_dir, digits_data, *chosen, f"{SECTION}.beta=2", "trainer.total_training_steps=1"
+    )
+    words.append("trainer.default_local_dir=run")
+    process = fork_server.start("verl.trainer.main_ppo", words, output=tmp_path / "printed", folder=tmp_path)
+    assert process.wait() == 0, (tmp_path / "printed").read_text()[-2000:]
+    assert read_metrics(tmp_path / "run")[-1]["actor/doubled"] == 4.0
+    assert (
+        load_yaml(tmp_path / "run" / "config.yaml")["actor_rollout_ref"]["actor"]["policy_loss"]["mine"][
+            "beta"
+        ]
+        == 2
+    )

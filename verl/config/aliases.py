@@ -219,7 +219,8 @@ def apply_async_names(as_typed: Mapping[str, Any], tree: dict[str, Any]) -> list
         notices.append(
             f"'{_PARTIAL}=True' needs no key: {always}"
             if _switch(_PARTIAL, given["partial_rollout"])
-            else f"'{_PARTIAL}=False' has no effect: {always}. {_MODE}=one_step_off sends them only when none runs"
+            else f"'{_PARTIAL}=False' has no effect: {always}. {_MODE}=one_step_off sends them only when none is "
+            "running"
         )
     if any(name in given for name in _ASYNC_NAMES) and get_path(tree, _MODE) is None:
         set_path(tree, _MODE, "fully_async")

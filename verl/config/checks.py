@@ -23,7 +23,6 @@ from verl.config.methods import (
     find_method,
     methods,
     methods_of,
-    needed_columns,
 )
 from verl.config.parallelism import ROLLOUT, closest, divisors, sharing_errors
 from verl.config.plan import RunPlan
@@ -54,9 +53,10 @@ _REGISTRIES = {
 }
 
 
-def check(config: AnyConfig) -> list[str]:
-    """Warnings about a config that can run; ConfigError, with every reason, for one that cannot."""
-    errors = _value_errors(config) or _section_errors(config) + _combination_errors(config)
+def check(config: AnyConfig, plan: RunPlan | None = None) -> list[str]:
+    """Warnings about a config that can run; ConfigError, with every reason, for one that cannot. `plan`: of a config
+    that trains."""
+    errors = _value_errors(config) or _section_errors(config) + _combination_errors(config, plan)
     if errors:
         raise ConfigError("\n".join([*unavailable(config), *errors]))
     return unused_keys(config)
@@ -65,9 +65,7 @@ def check(config: AnyConfig) -> list[str]:
 def rank_errors(config: PPOConfig | OfflineConfig) -> list[str]:
     """What does not fit the number of ranks: sizes that do not divide it."""
     plan = RunPlan(config)
-    lines = layout_errors(plan)
-    for role in plan.roles:
-        lines += _shard_errors(role.key, role.section, plan.world_size)
+    lines = layout_errors(plan) + _shard_errors(plan)
     return lines + (sharing_errors(config) if isinstance(config, PPOConfig) else [])
 
 
@@ -84,12 +82,12 @@ def _section_errors(config: AnyConfig) -> list[str]:
     return [line for name, each in found if hasattr(each, "errors") for line in each.errors(name)]
 
 
-def _combination_errors(config: AnyConfig) -> list[str]:
+def _combination_errors(config: AnyConfig, plan: RunPlan | None) -> list[str]:
     if isinstance(config, EvaluationConfig):
         return []
     if isinstance(config, GenerationConfig):
         return _length_errors(config, "rollout") + sharing_errors(config)
-    plan = RunPlan(config)
+    plan = plan or RunPlan(config)
     return _ppo_errors(config, plan) if isinstance(config, PPOConfig) else _offline_errors(config, plan)
 
 
@@ -160,7 +158,7 @@ def _bound_errors(key: Key, value: Any) -> list[str]:
 
 
 def _offline_errors(config: OfflineConfig, plan: RunPlan) -> list[str]:
-    errors = _shard_errors("model", config.model, plan.world_size) + layout_errors(plan)
+    errors = _shard_errors(plan) + layout_errors(plan)
     layout, rows = plan.roles[0].layout, config.data.train_batch_size
     if isinstance(config, DPOConfig):
         errors += _reference_errors(config)
@@ -205,24 +203,20 @@ def _reference_errors(config: DPOConfig) -> list[str]:
 
 
 def _ppo_errors(config: PPOConfig, plan: RunPlan) -> list[str]:
-    policy, trainer = config.actor_rollout_ref, config.trainer
+    trainer = config.trainer
     errors = _length_errors(config, ROLLOUT) + sharing_errors(config) + _correction_errors(config)
     of_values = [method for method in methods_of(config) if "values" in method.needs]
     errors += teacher_errors(config) or layout_errors(plan)
-    errors += _shard_errors("actor_rollout_ref.actor", policy.actor, plan.world_size)
-    if config.critic.enable:
-        errors += _shard_errors("critic", config.critic, plan.world_size)
-    elif of_values:
+    errors += _shard_errors(plan)
+    if not config.critic.enable and of_values:
         errors.append(
             f"'critic.enable' is False, but {of_values[0].setting} needs a critic; leave it out, or use an estimator "
             f"without one, e.g. grpo with {ROLLOUT}.n=8"
         )
-    elif trainer.critic_warmup > 0:
+    elif not config.critic.enable and trainer.critic_warmup > 0:
         errors.append(
             f"'trainer.critic_warmup' is {trainer.critic_warmup}, but there is no critic; set it to 0"
         )
-    if "process_rewards" in needed_columns(config):
-        errors += _shard_errors("implicit_reward", config.implicit_reward, plan.world_size)
     if trainer.val_only and not config.data.val_files:
         errors.append("'trainer.val_only' is True; it needs data.val_files")
     buffer, longest = config.reward.overlong_buffer, config.data.max_response_length
@@ -286,17 +280,9 @@ def _split_errors(config: PPOConfig) -> list[str]:
 def _batch_errors(config: PPOConfig, plan: RunPlan) -> list[str]:
     errors: list[str] = []
     prompts, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
-    minis = {
-        "actor_rollout_ref.actor.ppo_mini_batch_size": config.actor_rollout_ref.actor.ppo_mini_batch_size
-    }
-    for name, role, used in (
-        ("critic", config.critic, config.critic.enable),
-        ("implicit_reward", config.implicit_reward, "process_rewards" in needed_columns(config)),
-    ):
-        if used and f"{name}.ppo_mini_batch_size" in config.user_set:
-            minis[f"{name}.ppo_mini_batch_size"] = role.ppo_mini_batch_size
-    for name, mini in minis.items():
-        if prompts % mini == 0:
+    for role in plan.roles:
+        name, mini = f"{role.key}.ppo_mini_batch_size", getattr(role.section, "ppo_mini_batch_size", prompts)
+        if prompts % mini == 0 or (role is not plan.roles[0] and name not in config.user_set):
             continue
         # A larger batch may be more than the data has, unless it is the user's own number.
         why, batch = ("more than", mini) if mini > prompts else ("not a divisor of", prompts // mini * mini)
@@ -367,18 +353,17 @@ def _length_errors(config: PPOConfig | GenerationConfig, name: str) -> list[str]
     ]
 
 
-def _shard_errors(name: str, role: Any, world: int) -> list[str]:
-    shards = role.fsdp_config.fsdp_size
-    if (
-        strategy_spec(role.strategy).section != "fsdp_config"
-        or shards == -1
-        or (shards and world % shards == 0)
-    ):
-        return []
-    return [
-        f"'{name}.fsdp_config.fsdp_size' is {shards}, which does not divide the {world} ranks. Values that work: "
-        f"-1 (all), {closest(divisors(world), shards)}"
-    ]
+def _shard_errors(plan: RunPlan) -> list[str]:
+    lines, world = [], plan.world_size
+    for role in plan.roles:
+        shards = role.section.fsdp_config.fsdp_size
+        sharded = strategy_spec(role.section.strategy).section == "fsdp_config"
+        if sharded and shards != -1 and (not shards or world % shards):
+            lines.append(
+                f"'{role.key}.fsdp_config.fsdp_size' is {shards}, which does not divide the {world} ranks. Values that "
+                f"work: -1 (all), {closest(divisors(world), shards)}"
+            )
+    return lines
 
 
 def _correction_errors(config: PPOConfig) -> list[str]:

@@ -20,8 +20,9 @@ from verl.config.build import Builder, finalize, restore_sections
 from verl.config.checks import check
 from verl.config.keys import get, nearest, schema_keys, to_dict
 from verl.config.masking import MASK, mask_values, masked_keys
+from verl.config.plan import RunPlan
 from verl.config.recipes import Recipe, recipe_for
-from verl.config.schema import AnyConfig, PPOConfig, SFTConfig
+from verl.config.schema import AnyConfig, OfflineConfig, PPOConfig, SFTConfig
 from verl.config.sources import (
     del_path,
     dump_yaml,
@@ -78,7 +79,7 @@ def load_config(kind: type[Config], argv: list[str]) -> Config:
     if line.check:
         from verl.config.plan_report import check_text
 
-        sys.stdout.write(check_text(config) + "\n")
+        sys.stdout.write(check_text(config, draft.plan) + "\n")
         raise CommandAnswered(0)
     return config
 
@@ -128,6 +129,7 @@ class _Draft(Generic[Config]):
         self.as_typed: dict[str, Any] = {}
         self.typed: dict[str, str] = {}
         self.noticed: set[str] = set()
+        self.plan: RunPlan | None = None
 
     def add(self, tree: dict[str, Any]) -> None:
         merge(self.as_typed, tree)
@@ -194,7 +196,8 @@ class _Draft(Generic[Config]):
             log.info("%s", notice)
         if checked:
             _refuse_masked(config)
-            warnings = check(config)
+            self.plan = RunPlan(config) if isinstance(config, PPOConfig | OfflineConfig) else None
+            warnings = check(config, self.plan)
             for warning in [] if quiet else warnings:
                 log.warning("%s", warning)
         return config

@@ -167,10 +167,10 @@ def _memory_rows(memory: Estimate) -> list[tuple[str, str, str]]:
     return lines
 
 
-def check_text(config: AnyConfig) -> str:
+def check_text(config: AnyConfig, plan: RunPlan | None = None) -> str:
     """The answer to `--check`; a layout that the model cannot have is an error."""
     if isinstance(config, (PPOConfig, OfflineConfig)):
-        plan = RunPlan(config)
+        plan = plan or RunPlan(config)
         errors = model_layout_errors(plan)
         if isinstance(config, PPOConfig):
             errors += teacher_model_errors(config)

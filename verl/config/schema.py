@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -53,16 +54,20 @@ from verl.config.sections.trainer import (
 )
 
 
-def _user_set() -> Any:
-    """`user_set` of every root: the full names of the keys the user or a recipe set, and `recipe_set`: those of them
-    that only the recipe set. Not keys themselves."""
-    return field(default=frozenset(), repr=False, compare=False, metadata={"internal": True})
+def _internal(make: Callable[[], Any]) -> Any:
+    return field(default_factory=make, repr=False, compare=False, metadata={"internal": True})
 
 
-def _from_environment() -> Any:
-    """`from_environment` of every root: keys whose texts hold values of environment variables, as they were given:
-    `${oc.env:NAME}`. No key itself."""
-    return field(default_factory=dict, repr=False, compare=False, metadata={"internal": True})
+@dataclass
+class RootConfig:
+    """What a command's config has besides its keys."""
+
+    user_set: frozenset[str] = _internal(frozenset)
+    """The full names of the keys the user or a recipe set."""
+    recipe_set: frozenset[str] = _internal(frozenset)
+    """Those of them that only the recipe set."""
+    from_environment: dict[str, Any] = _internal(dict)
+    """Keys whose texts hold values of environment variables, as they were given: `${oc.env:NAME}`."""
 
 
 @dataclass
@@ -91,7 +96,7 @@ class ActorRolloutRefConfig:
 
 
 @dataclass
-class PPOConfig:
+class PPOConfig(RootConfig):
     """Reinforcement learning (`verl.trainer.main_ppo`)."""
 
     takes_plugin_sections: ClassVar[bool] = True
@@ -108,13 +113,10 @@ class PPOConfig:
     algorithm: AlgorithmConfig = section(AlgorithmConfig, "from scores to advantages")
     trainer: TrainerConfig = section(TrainerConfig, "the run")
     ray_kwargs: RayKwargsConfig = section(RayKwargsConfig, "Ray", used_if="@ray")
-    user_set: frozenset[str] = _user_set()
-    recipe_set: frozenset[str] = _user_set()
-    from_environment: dict[str, Any] = _from_environment()
 
 
 @dataclass
-class OfflineConfig:
+class OfflineConfig(RootConfig):
     """What training on given answers has in common; no command of its own."""
 
     data: OfflineDataConfig = section(OfflineDataConfig, "rows")
@@ -123,9 +125,6 @@ class OfflineConfig:
     checkpoint: CheckpointConfig = section(CheckpointConfig, "what checkpoints hold")
     trainer: OfflineTrainerConfig = section(OfflineTrainerConfig, "the run")
     ray_kwargs: RayKwargsConfig = section(RayKwargsConfig, "Ray", used_if="@ray")
-    user_set: frozenset[str] = _user_set()
-    recipe_set: frozenset[str] = _user_set()
-    from_environment: dict[str, Any] = _from_environment()
 
 
 @dataclass
@@ -159,7 +158,7 @@ class RewardTrainingConfig(PreferenceConfig):
 
 
 @dataclass
-class GenerationConfig:
+class GenerationConfig(RootConfig):
     """Sampling responses for a file of prompts (`verl.trainer.main_generation`)."""
 
     model: GenerationModelConfig = section(GenerationModelConfig, "the model that answers")
@@ -167,21 +166,15 @@ class GenerationConfig:
     rollout: GenerationRolloutConfig = section(GenerationRolloutConfig, "generating")
     trainer: PlacementConfig = section(PlacementConfig, "where it runs")
     ray_kwargs: RayKwargsConfig = section(RayKwargsConfig, "Ray", used_if="@ray")
-    user_set: frozenset[str] = _user_set()
-    recipe_set: frozenset[str] = _user_set()
-    from_environment: dict[str, Any] = _from_environment()
 
 
 @dataclass
-class EvaluationConfig:
+class EvaluationConfig(RootConfig):
     """Scoring a file of responses (`verl.trainer.main_eval`)."""
 
     data: EvaluationDataConfig = section(EvaluationDataConfig, "responses in, numbers out")
     reward: EvaluationRewardConfig = section(EvaluationRewardConfig, "what a response is worth")
     trainer: EvaluationTrainerConfig = section(EvaluationTrainerConfig, "modules of your own")
-    user_set: frozenset[str] = _user_set()
-    recipe_set: frozenset[str] = _user_set()
-    from_environment: dict[str, Any] = _from_environment()
 
 
 AnyConfig = PPOConfig | OfflineConfig | GenerationConfig | EvaluationConfig
