@@ -35,10 +35,10 @@ from verl.errors import CheckpointError, ConfigError, DataError, VerlError
 from verl.models.external_model import avoid_slow_bf16, given_keys, unwrapped
 from verl.observe.metrics import average_metrics
 from verl.rollout.base import Response
-from verl.trainer.api import handed_back
+from verl.trainer.api import handed_back, model_name, refuse_torchrun
 from verl.trainer.external_batches import rows_of
 from verl.trainer.preflight import preflight
-from verl.trainer.session_config import model_name, refuse_torchrun, session_config
+from verl.trainer.session_config import session_config
 from verl.trainer.setup import whole_number
 from verl.trainer.worker_api import with_texts
 from verl.workers.group import mini_batches
@@ -94,7 +94,7 @@ class Session:
             overrides: Any other key of the configuration reference that a session reads, by its full name; with
                 `trainer.n_gpus_per_node` and `trainer.nnodes` the session runs on Ray, with a model given by its path.
         """
-        refuse_torchrun()
+        refuse_torchrun("Session", "overrides={'trainer.n_gpus_per_node': ...}")
         given = isinstance(model, nn.Module)
         if not given and not (isinstance(model, (str, Path)) and str(model)):
             raise ConfigError(
@@ -111,7 +111,7 @@ class Session:
         self.cfg = session_config(
             overrides or {},
             {
-                "actor_rollout_ref.model.path": model_name(model),
+                "actor_rollout_ref.model.path": model_name(model) if given else str(model),
                 "actor_rollout_ref.model.dtype": dtype,
                 "actor_rollout_ref.model.lora_rank": lora_rank,
                 "trainer.device": device,
