@@ -29,7 +29,7 @@ from verl.config.schema import SFTConfig
 from verl.data.loader import Loader
 from verl.data.proto import DataProto
 from verl.data.sft_dataset import SFTItem, sft_collate
-from verl.workers.sft import SFTRole
+from verl.workers.offline import SFTRole
 
 KINDS = (
     ("attention", ("flash", "fmha", "attn")),

@@ -34,7 +34,7 @@ TWO = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.
 PLUGIN = """
 import os, signal, time
 from pathlib import Path
-from verl.workers.sft import SFTRole
+from verl.workers.offline import SFTRole
 
 train, seen = SFTRole.train, 0
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import verl
+from verl.algorithms import agg_loss
 from verl.data.proto import DataProto
 from verl.errors import ConfigError
 
@@ -19,6 +20,14 @@ PROMPTS = ["repeat 1", "repeat 2 3", "sum 4 5"]
 
 def squares(log_probs: torch.Tensor, batch: DataProto) -> torch.Tensor:
     return log_probs.square() * batch.batch["weight"][:, None]
+
+
+def of_rows(log_probs: torch.Tensor, batch: DataProto) -> torch.Tensor:
+    return -log_probs.sum(-1) * batch.batch["weight"]
+
+
+def share(log_probs: torch.Tensor, batch: DataProto) -> torch.Tensor:
+    return agg_loss(-log_probs, batch.batch["response_mask"], "token-mean")
 
 
 def open_session(model: Any, **overrides: Any) -> verl.Session:
@@ -33,7 +42,7 @@ def same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 def test_two_ranks_do_what_one_process_does(joined, tiny_model_dir: Path, tmp_path: Path) -> None:
     two, one = open_session(tiny_model_dir, **{"trainer.n_gpus_per_node": 2}), open_session(tiny_model_dir)
     try:
-        for loss in ("vanilla", "clip_cov", "cross_entropy", squares):
+        for loss in ("vanilla", "clip_cov", "cross_entropy", squares, of_rows, share):
             ours, theirs = two.sample(PROMPTS, n=3), one.sample(PROMPTS, n=3)
             assert torch.equal(ours.batch["responses"], theirs.batch["responses"])
             for batch in (ours, theirs):
@@ -48,13 +57,13 @@ def test_two_ranks_do_what_one_process_does(joined, tiny_model_dir: Path, tmp_pa
         same(two.log_probs(ours, reference=True), one.log_probs(theirs, reference=True))
         two.forward_backward(ours, squares)
         two.zero_grad()
-        assert two.save(tmp_path).name == "global_step_4"
+        assert two.save(tmp_path).name == "global_step_6"
         with open_session(tiny_model_dir) as loaded:
-            assert loaded.load(tmp_path) == 4
+            assert loaded.load(tmp_path) == 6
             same(loaded.log_probs(ours), two.log_probs(ours))
         two.forward_backward(ours, "cross_entropy")
         two.optim_step()
-        assert two.load(tmp_path) == 4 and two.step == 4
+        assert two.load(tmp_path) == 6 and two.step == 6
         same(two.log_probs(ours), one.log_probs(ours))
     finally:
         two.close()

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.components, pytest.mark.slow(seconds=15), pytest.mark.
 PLUGIN = """
 import os, signal, time
 from pathlib import Path
-from verl.workers.sft import SFTRole
+from verl.workers.offline import SFTRole
 
 train, seen = SFTRole.train, 0
 

@@ -118,7 +118,10 @@ class PPOTrainer:
                     "response), or its file as overrides={'reward.custom_reward_function.path': ...}"
                 )
             signature_of(function)
-        _refuse_several_processes(name)
+        overrides = (
+            "TrainingConfig(overrides={'trainer.n_gpus_per_node': ...}) and the model without FSDP or DDP"
+        )
+        refuse_torchrun(name, overrides)
 
     def run_config(self, *, quiet: bool = False) -> PPOConfig:
         """The full config this trainer runs with; `quiet`: without its warnings."""
@@ -147,7 +150,7 @@ class PPOTrainer:
         }
         # The model and the data are objects here; the checks want a name for each.
         given = {
-            "actor_rollout_ref.model.path": _name(self.model),
+            "actor_rollout_ref.model.path": model_name(self.model),
             "data.train_files": ["(given dataloader)"],
         }
         return from_dict(PPOConfig, {**given, **values, **simple.overrides}, quiet=quiet)
@@ -220,7 +223,7 @@ def _functions(given: Any) -> list[Any]:
     return list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
 
 
-def _refuse_several_processes(name: str) -> None:
+def refuse_torchrun(name: str, instead: str) -> None:
     """Every process of torchrun would run the whole loop; there are no ranks among them."""
     import torch.distributed as dist
 
@@ -229,8 +232,7 @@ def _refuse_several_processes(name: str) -> None:
     if count > 1:
         raise ConfigError(
             f"{name} was started in {count} processes (torchrun, WORLD_SIZE), but it is one process that starts the "
-            f"others itself: start it with python, TrainingConfig(overrides={{'trainer.n_gpus_per_node': {count}}}) "
-            "and the model without FSDP or DDP"
+            f"others itself: start it with python, {instead.replace('...', str(count))}"
         )
 
 
@@ -239,5 +241,6 @@ def _shown(value: Any) -> str:
     return f"{text if len(text) <= 40 else text[:37] + '...'} ({type(value).__name__})"
 
 
-def _name(model: Any) -> str:
+def model_name(model: Any) -> str:
+    """What `model.path` is called."""
     return str(getattr(model, "name_or_path", "") or type(model).__name__)

@@ -28,18 +28,16 @@ from verl.runtime import quiet_transformers, seed_everything
 from verl.trainer.early_stop import EarlyStop
 from verl.trainer.reward_padding import set_padding
 from verl.trainer.setup import fit_to, whole_number
+from verl.workers.offline import OfflineRole, RewardRole, SFTRole
 from verl.workers.placement import require_ray
 from verl.workers.preference import PreferenceRole
 from verl.workers.rank import JoinedRank, RankSetup
-from verl.workers.reward_training import RewardRole
-from verl.workers.sft import SFTRole
 
 if TYPE_CHECKING:
     from verl.config.schema import OfflineConfig
     from verl.data.loader import Loader
     from verl.data.proto import DataProto
     from verl.watchdog import StackWatchdog
-    from verl.workers.offline import OfflineRole
     from verl.workers.ray_calls import RankCalls
     from verl.workers.ray_live import RankSnapshots
 

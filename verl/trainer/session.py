@@ -35,10 +35,10 @@ from verl.errors import CheckpointError, ConfigError, DataError, VerlError
 from verl.models.external_model import avoid_slow_bf16, given_keys, unwrapped
 from verl.observe.metrics import average_metrics
 from verl.rollout.base import Response
-from verl.trainer.api import handed_back
+from verl.trainer.api import handed_back, model_name, refuse_torchrun
 from verl.trainer.external_batches import rows_of
 from verl.trainer.preflight import preflight
-from verl.trainer.session_config import model_name, refuse_torchrun, session_config
+from verl.trainer.session_config import session_config
 from verl.trainer.setup import whole_number
 from verl.trainer.worker_api import with_texts
 from verl.workers.group import mini_batches
@@ -94,7 +94,7 @@ class Session:
             overrides: Any other key of the configuration reference that a session reads, by its full name; with
                 `trainer.n_gpus_per_node` and `trainer.nnodes` the session runs on Ray, with a model given by its path.
         """
-        refuse_torchrun()
+        refuse_torchrun("Session", "overrides={'trainer.n_gpus_per_node': ...}")
         given = isinstance(model, nn.Module)
         if not given and not (isinstance(model, (str, Path)) and str(model)):
             raise ConfigError(
@@ -111,7 +111,7 @@ class Session:
         self.cfg = session_config(
             overrides or {},
             {
-                "actor_rollout_ref.model.path": model_name(model),
+                "actor_rollout_ref.model.path": model_name(model) if given else str(model),
                 "actor_rollout_ref.model.dtype": dtype,
                 "actor_rollout_ref.model.lora_rank": lora_rank,
                 "trainer.device": device,
@@ -279,7 +279,33 @@ class Session:
         positions = range(len(dataset))
         return dataset.batch(positions, [f"{self._samples}-{position}" for position in positions])
 
-    # -- log-probs --------------------------------------------------------------------------------------------------
+    # -- forward passes ---------------------------------------------------------------------------------------------
+
+    def forward(self, role: str, batch: DataProto, columns: Sequence[str]) -> DataProto:
+        """Columns that a role provides, without gradient.
+
+        Args:
+            role: `actor` (`old_log_probs`, `sum_pi_squared`), `ref` (`ref_log_prob`), or another that the loss of the
+                config needs, also of a plug-in.
+            batch: Rows of `sample` or `encode`, with the columns that the role reads.
+            columns: Which of its columns.
+
+        Returns:
+            The columns on the CPU, a row for each row of the batch.
+        """
+        self._check_open()
+        batch = self._with_temperature(batch)
+        if role == "ref" and not self._group.has("ref"):
+            if not self._loadable and self.cfg.actor_rollout_ref.model.lora_rank == 0:
+                raise ConfigError(
+                    "there is no reference: the model was given as an object and learns in place. Session(model, "
+                    "reference=True) keeps a copy of its start"
+                )
+            self._group.add("ref")
+        if not self._group.has(role):
+            built = ", ".join(built.name for built in self._group.roles)
+            raise ConfigError(f"the session has no role {role!r}; it has: {built}")
+        return self._group.forward(role, batch, columns)
 
     def log_probs(self, batch: DataProto, *, reference: bool = False) -> torch.Tensor:
         """Log-probabilities of the response tokens.
@@ -291,18 +317,8 @@ class Session:
         Returns:
             [B, T] on the CPU, 0 where `response_mask` is 0.
         """
-        self._check_open()
-        batch = self._with_temperature(batch)
-        if not reference:
-            return self._group.forward(ACTOR, batch, ("old_log_probs",)).batch["old_log_probs"]
-        if not self._group.has("ref"):
-            if not self._loadable and self.cfg.actor_rollout_ref.model.lora_rank == 0:
-                raise ConfigError(
-                    "there is no reference: the model was given as an object and learns in place. Session(model, "
-                    "reference=True) keeps a copy of its start"
-                )
-            self._group.add("ref")
-        return self._group.forward("ref", batch, ("ref_log_prob",)).batch["ref_log_prob"]
+        role, column = ("ref", "ref_log_prob") if reference else (ACTOR, "old_log_probs")
+        return self.forward(role, batch, (column,)).batch[column]
 
     def _with_temperature(self, batch: DataProto) -> DataProto:
         missing = [name for name in _ROWS if name not in batch.batch]
@@ -372,6 +388,11 @@ class Session:
             self._group.policy_version += 1
             metrics |= self._group.sync_weights()
         return metrics
+
+    def sync_weights(self) -> dict[str, float]:
+        """Let `sample` use the present weights, where something else than `optim_step` changed them."""
+        self._check_open()
+        return self._group.sync_weights()
 
     def zero_grad(self) -> None:
         """Drop the gradients added since the last step."""

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from typing import Any
-
-import torch
-from torch import nn
 
 from verl.config.keys import get
 from verl.config.load import from_dict
@@ -64,20 +60,3 @@ def session_config(overrides: dict[str, Any], values: dict[str, Any]) -> PPOConf
                 "prompts in data, trainer.{device,seed,plugins,total_training_steps,n_gpus_per_node,nnodes}, ray_kwargs"
             )
     return cfg
-
-
-def model_name(model: Any) -> str:
-    """What `model.path` is called."""
-    if isinstance(model, nn.Module):
-        return str(getattr(model, "name_or_path", "") or type(model).__name__)
-    return str(model)
-
-
-def refuse_torchrun() -> None:
-    joined = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    count = max(joined, int(os.environ.get("WORLD_SIZE") or 1))
-    if count > 1:
-        raise ConfigError(
-            f"Session was started in {count} processes (torchrun, WORLD_SIZE), but it starts the processes it "
-            "needs itself: start one, with overrides={'trainer.n_gpus_per_node': ...}"
-        )

@@ -1,4 +1,4 @@
-"""What roles that train on given answers share: engine, shards of a batch, one optimiser step; on one rank and many.
+"""Roles that train on given answers: engine, shards of a batch, one optimiser step; on one rank and many.
 
 Every rank is given the whole batch and trains on its shard. Losses are normalised by the counts of the whole batch, so
 that they do not depend on how it is cut into micro-batches and shards.
@@ -6,6 +6,7 @@ that they do not depend on how it is cut into micro-batches and shards.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,8 +14,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
+from torch.nn.functional import logsigmoid
 
+from verl.algorithms import agg_loss
 from verl.algorithms.aggregation import batch_counts
+from verl.algorithms.preference import share_right
 from verl.config.parallelism import offload_section
 from verl.config.schema import ActorConfig, CriticConfig
 from verl.data.proto import DataProto
@@ -22,6 +26,7 @@ from verl.engines import build_engine
 from verl.observe.metrics import Metric
 from verl.watchdog import Heartbeat
 from verl.workers.local import choose_device
+from verl.workers.roles import denominators
 from verl.workers.shard_batch import pad_rows, shard_rows
 
 if TYPE_CHECKING:
@@ -148,6 +153,72 @@ class OfflineRole(ABC):
         keys = self._offload_keys
         if self.device.type != "cpu" and (keys.param_offload or keys.optimizer_offload):
             self.engine.offload(model=keys.param_offload, optimizer=keys.optimizer_offload)
+
+
+class SFTRole(OfflineRole):
+    """Supervised fine-tuning: the model learns from response tokens only, each with the same weight in its batch."""
+
+    def loss(self, out: ModelOutput, micro: DataProto) -> tuple[torch.Tensor, dict[str, Metric]]:
+        """Minus the log-probability of the response tokens, averaged over those of the whole batch."""
+        assert out.log_probs is not None
+        counts = denominators(micro, 1)
+        loss = agg_loss(-out.log_probs, micro.batch["response_mask"], "token-mean", **counts)
+        return loss, {"loss": Metric(loss.detach() / counts["dp_size"], "sum")}
+
+    def evaluate(self, batch: DataProto) -> dict[str, float]:
+        tokens = float(batch.batch["response_mask"].sum())
+        return {"loss": -float(self.log_prob_sums(batch).sum()), "tokens": tokens}
+
+    def validation_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
+        loss = sums["loss"] / sums["tokens"]
+        return {"val/loss": loss, "val/perplexity": math.exp(min(loss, 700.0))}
+
+
+class RewardRole(OfflineRole):
+    """A language model with one number for the last token of a conversation: the chosen answer's reward should exceed
+    the rejected one's (Bradley-Terry)."""
+
+    kind: ClassVar[Literal["actor", "critic", "reward"]] = "reward"
+    names: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "margin", "reward")
+
+    def loss(self, out: ModelOutput, micro: DataProto) -> tuple[torch.Tensor, dict[str, Metric]]:
+        """The mean over the pairs of the whole batch."""
+        assert out.values is not None
+        mask = micro.batch["response_mask"].bool()
+        rewards = torch.where(mask, out.values, 0.0).sum(-1)
+        found = self._terms(rewards, mask.any(-1), micro.batch["margin"])
+        pairs, dp_size = micro.meta_info["global_batch_size"] / 2, micro.meta_info["dp_size"]
+        metrics = {name: Metric(value.detach() / pairs, "sum") for name, value in found.items()}
+        return found["loss"] / pairs * dp_size, metrics
+
+    def _terms(
+        self, rewards: torch.Tensor, valid: torch.Tensor, margin: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """The sums of `names` over pairs, without padding rows."""
+        algorithm = self.cfg.algorithm
+        chosen, rejected, valid = rewards[::2], rewards[1::2], valid[::2]
+        wanted = margin[::2].to(rewards) + algorithm.margin
+        loss = -logsigmoid(chosen - rejected - wanted)
+        if algorithm.center_rewards_coefficient:
+            loss = loss + algorithm.center_rewards_coefficient * (chosen + rejected).square()
+        found = {
+            "loss": loss,
+            "accuracy": share_right(chosen - rejected),
+            "margin": chosen - rejected,
+            "reward": (chosen + rejected) / 2,
+        }
+        return {name: torch.where(valid, value, 0.0).sum() for name, value in found.items()}
+
+    def evaluate(self, batch: DataProto) -> dict[str, float]:
+        shard, rows = self.shard(batch)
+        values = self.engine.values(shard).double()
+        self._offload()
+        rewards = self.row_values((values * shard.batch["response_mask"]).sum(-1), rows, len(batch))
+        found = self._terms(rewards, torch.ones(len(batch), dtype=torch.bool), batch.batch["margin"])
+        return {"pairs": len(batch) / 2, **{name: float(value) for name, value in found.items()}}
+
+    def validation_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
+        return {f"val/{name}": sums[name] / sums["pairs"] for name in self.names}
 
 
 def engine_section(cfg: OfflineConfig, kind: str) -> ActorConfig | CriticConfig:

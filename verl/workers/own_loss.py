@@ -35,14 +35,16 @@ def engine_loss(function: LossFunction, cfg: PPOConfig) -> LossFn:
     def loss_fn(out: ModelOutput, micro: DataProto) -> tuple[torch.Tensor, dict[str, Metric]]:
         info, mask = denominators(micro, scale), micro.batch["response_mask"]
         assert out.log_probs is not None
-        with loss_denominators(info):
+        with loss_denominators({**info, "dp_size": 1}):
             loss = function(out.log_probs, micro)
         shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
         if shape == tuple(mask.shape):
             loss = agg_loss(loss, mask, actor.loss_agg_mode, **info)
         elif shape == (len(micro),):
-            loss = torch.where(mask.any(-1), loss, 0.0).sum() / info["global_batch_size"]
-        elif shape != ():
+            loss = torch.where(mask.any(-1), loss, 0.0).sum() / info["global_batch_size"] * info["dp_size"]
+        elif shape == ():
+            loss = loss * info["dp_size"]  # the gradients of ranks are averaged
+        else:
             raise ConfigError(
                 f"the loss function returned {shape}; it must return a tensor with one number, one for each row "
                 f"[{len(micro)}], or one for each token {list(mask.shape)}"
@@ -51,6 +53,6 @@ def engine_loss(function: LossFunction, cfg: PPOConfig) -> LossFn:
             raise ConfigError(
                 "the loss function's result does not depend on log_probs: nothing to learn from"
             )
-        return loss, {"actor/loss": Metric(loss.detach(), "sum")}
+        return loss, {"actor/loss": Metric(loss.detach() / info["dp_size"], "sum")}
 
     return loss_fn
