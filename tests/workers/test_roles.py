@@ -15,7 +15,7 @@ from verl.engines.base import ModelOutput
 from verl.errors import RolloutError
 from verl.observe.metrics import Metric
 from verl.rollout.base import BatchEngine, Response
-from verl.rollout.samples import ResponseStream
+from verl.rollout.sampler import Sampler
 from verl.workers.group import (
     WorkerGroup,
     corrects_rollout,
@@ -227,7 +227,7 @@ def test_rows_stand_prompt_by_prompt_whatever_finished_first():
     engine = Backwards()
     heard: list[tuple[int, int]] = []
     batch = generate_batch(
-        ResponseStream(engine),
+        Sampler(engine),
         prompts("2", "1"),
         settings(3),
         0,
@@ -244,9 +244,9 @@ def test_rows_stand_prompt_by_prompt_whatever_finished_first():
 def test_unanswered_and_doubled_prompts_are_refused():
     engine = Backwards(leave_out=1)
     with pytest.raises(RolloutError, match="1 of 4 samples unanswered"):
-        generate_batch(ResponseStream(engine), prompts("1", "2"), settings(2), 0)
+        generate_batch(Sampler(engine), prompts("1", "2"), settings(2), 0)
     with pytest.raises(RolloutError, match="share a uid"):
-        generate_batch(ResponseStream(engine), prompts("1", "1"), settings(2), 0)
+        generate_batch(Sampler(engine), prompts("1", "1"), settings(2), 0)
 
 
 class Counting(WorkerGroup):

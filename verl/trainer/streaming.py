@@ -11,20 +11,20 @@ import copy
 import logging
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from verl.agents.conversation import Conversation
 from verl.data.proto import DataProto
-from verl.errors import CheckpointError, RewardError, RolloutError
+from verl.errors import CheckpointError, RewardError
 from verl.observe.live import live
 from verl.observe.metrics import Timer
 from verl.reward.base import RewardResult
 from verl.reward.managers import require_streaming
 from verl.rollout.base import GenerationSettings
-from verl.rollout.samples import Finished, SampleStream, begin_counting, count_finished
+from verl.rollout.sampler import Finished, Kept, begin_counting
 from verl.trainer.admission import Admission
 from verl.trainer.experience import (
     Experience,
@@ -99,13 +99,16 @@ class StreamingExperience(Experience):
         self.restored: dict[str, int] = {}
         """The numbers of a checkpoint's groups, which have to be started again."""
         self.scores: dict[tuple[str, int], RewardResult] = {}
-        """Of a checkpoint's finished samples, by group and sample, until these come out of the stream."""
+        """Of a checkpoint's finished samples, by group and sample, until these are delivered."""
+        self.kept: Kept = {}
+        """A checkpoint's samples, until their groups are started again."""
         self._reward_failure: RewardError | None = None
         self.call_metrics()  # those made before training
         self._calls = 0.0
         """Of reward functions for training samples, counted before a validation."""
         # Of its own: another thread decodes while this one does.
         self.decoder = copy.deepcopy(self.tokenizer)
+        self.sampler = self.workers.sampler()
 
     def new_admission(self, limit: int | None = None) -> Admission:
         """`limit`: prompts in progress at most."""
@@ -115,9 +118,9 @@ class StreamingExperience(Experience):
 
     # ---- groups
 
-    @abstractmethod
-    def add(self, prompts: DataProto, settings: GenerationSettings) -> None:
+    def add(self, prompts: DataProto, settings: GenerationSettings, prefix: str = "") -> None:
         """Start samples of these prompts."""
+        self.sampler.add(prompts, settings, self.sample_ended, prefix, self.kept)
 
     def start_groups(self) -> None:
         """Start as many prompts as admission allows, in the order of the data."""
@@ -149,6 +152,7 @@ class StreamingExperience(Experience):
             if uid not in numbers:
                 numbers[uid], self.started = self.started, self.started + 1
         self.submit([Group(p, numbers[uid], [None] * self.n) for p, uid in zip(prompts, uids, strict=True)])
+        self.kept = {}
 
     def submit(self, groups: Sequence[Group]) -> None:
         """Start these groups. The seed of a group is that of the step it belongs to if every batch is in order."""
@@ -214,7 +218,6 @@ class StreamingExperience(Experience):
 
     def sample_ended(self, finished: Finished) -> None:
         """A sample of training or of validation."""
-        count_finished([finished])
         if finished.group.startswith(VALIDATION):
             self.validation[finished.group, finished.sample] = finished.result
         else:
@@ -293,7 +296,7 @@ class StreamingExperience(Experience):
             "admission": self.admission.state_dict(),
             "numbers": {name: group.number for name, group in self.groups.items()},
             "started": self.started,
-            "samples": self.stream.pack(finished),
+            "samples": self.sampler.pack(finished),
             "scores": [
                 [name, sample, result.score, result.extra, result.error]
                 for name, group in self.groups.items()
@@ -307,7 +310,8 @@ class StreamingExperience(Experience):
         self.clock = self.synced = whole_number(state, "step")
         self.sent = whole_number(state, "policy_version")
         self.queue.load_state_dict({name: state[name] for name in ("loader", "trained") if name in state})
-        self.groups, self.taken, self.restored, self.scores, self._calls = {}, [], {}, {}, 0.0
+        self.groups, self.taken, self.restored, self.scores, self.kept = {}, [], {}, {}, {}
+        self._calls = 0.0
         ahead = state.get("ahead")
         if ahead is None:
             self.admission.load_state_dict({"clock": self.clock, "groups": []})
@@ -318,23 +322,14 @@ class StreamingExperience(Experience):
             self.admission.fail(name)  # until its samples come out of the checkpoint
         self.started, self.restored = whole_number(ahead, "started"), dict(ahead["numbers"])
         groups = self.admission.groups()
-        self.stream.unpack(ahead["samples"], groups)
+        self.kept = self.sampler.unpack(ahead["samples"], groups)
         self.scores = saved_scores(ahead.get("scores", []), groups)
         self._calls = float(ahead.get("calls", 0.0))
-
-    @property
-    @abstractmethod
-    def stream(self) -> SampleStream:
-        """The samples being generated."""
 
 
 class CarryOverExperience(StreamingExperience):
     """More prompts than a batch are started; when a batch of them is complete the others stop, and continue first in
     the next step."""
-
-    def __init__(self, *parts: Any, total_steps: int) -> None:
-        super().__init__(*parts, total_steps=total_steps)
-        self._stream: SampleStream | None = None
 
     def state_dict(self) -> dict[str, Any]:
         self.collect_scores()
@@ -344,15 +339,6 @@ class CarryOverExperience(StreamingExperience):
         share = self.cfg.trainer.async_training.over_sampling
         return super().new_admission(math.ceil(self.batch_size * (1 + share)))
 
-    @property
-    def stream(self) -> SampleStream:
-        if self._stream is None:
-            self._stream = self.workers.samples()
-        return self._stream
-
-    def add(self, prompts: DataProto, settings: GenerationSettings) -> None:
-        self.stream.add(prompts, settings)
-
     def collect(self, step: int, timer: Timer) -> tuple[DataProto, dict[str, float]]:
         names: list[str] | None = None
 
@@ -361,45 +347,36 @@ class CarryOverExperience(StreamingExperience):
             names = self.admission.take(self.clock)
             return names is not None
 
-        with timer("gen"), self.running():
+        with timer("gen"), self.generating():
             self.start_groups()
-            self.generate_until(complete)
+            self.sampler.run(complete)
         assert names is not None
         return self.batch_of(names, timer)
 
     @contextmanager
-    def running(self) -> Iterator[None]:
+    def generating(self) -> Iterator[None]:
         """Samples are generated inside this block, and suspended at its end."""
         with self.workers.generating():
             try:
-                self.stream.resume()
+                self.sampler.resume()
                 yield
-                self.stream.suspend()
+                self.sampler.suspend()
             except BaseException:
-                self.stream.abort()
+                self.sampler.abort()
                 raise
-
-    def generate_until(self, done: Callable[[], bool]) -> None:
-        while not done():
-            ended = self.stream.poll()
-            if not ended:
-                raise RolloutError(f"generation ended with {self.stream.outstanding} samples unanswered")
-            for finished in ended:
-                self.sample_ended(finished)
 
     def score_beside(self, prompts: DataProto, settings: GenerationSettings, timer: Timer) -> DataProto:
         if self.workers.agents is None:  # on the engine, which is idle between steps
             return score_now(self, prompts, settings, timer)
         # Conversations in progress hold places that validation may need: they go on beside it.
-        with timer("gen"), self.running():
-            self.stream.add(prompts, settings, VALIDATION)
+        with timer("gen"), self.generating():
+            self.add(prompts, settings, VALIDATION)
             live.add("responses_wanted", len(prompts) * settings.n)
-            self.generate_until(lambda: len(self.validation) == len(prompts) * settings.n)
+            self.sampler.run(lambda: len(self.validation) == len(prompts) * settings.n)
         return self.validated(prompts, settings, timer)
 
     def close(self) -> None:
-        if self._stream is not None:
-            self._stream.abort()
+        self.sampler.abort()
 
 
 def saved_scores(rows: Any, groups: Collection[str]) -> dict[tuple[str, int], RewardResult]:

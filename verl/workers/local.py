@@ -20,13 +20,11 @@ from verl.observe.batch_metrics import ModelSize
 from verl.observe.metrics import Metric
 from verl.observe.profiling import profiled
 from verl.rollout import build_rollout
-from verl.rollout.samples import SampleStream
 from verl.workers.group import (
     WorkerGroup,
     needs_critic,
     needs_implicit_reward,
     needs_reference,
-    samples_over,
 )
 from verl.workers.implicit_reward import PART, START, ImplicitRewardRole, build_implicit_reward
 from verl.workers.roles import ActorRole, CriticRole, Kept
@@ -158,9 +156,6 @@ class LocalGroup(WorkerGroup):
         self.ref_engine = build_engine(
             "ref", arr.model, arr.ref, model=model, total_steps=None, **self._common
         )
-
-    def samples(self) -> SampleStream:
-        return samples_over(self.rollout, self.agents)
 
     @contextmanager
     def generating(self) -> Iterator[None]:

@@ -14,7 +14,7 @@ from verl.data.assemble import assemble_rollouts
 from verl.data.proto import DataProto, object_column
 from verl.observe.metrics import Metric
 from verl.rollout.base import GenerationSettings, SamplingParams
-from verl.rollout.samples import SampleStream, collect_samples
+from verl.rollout.sampler import Sampler, collect_samples
 from verl.workers.shard_batch import TOKEN_ROW
 
 if TYPE_CHECKING:
@@ -289,14 +289,14 @@ def _sampling(cfg: RolloutConfig, max_tokens: int, **changes: Any) -> SamplingPa
 
 
 def generate_batch(
-    stream: SampleStream,
+    sampler: Sampler,
     prompts: DataProto,
     settings: GenerationSettings,
     pad_token_id: int,
     on_finish: OnFinish | None = None,
 ) -> DataProto:
     """`settings.n` rows for each prompt, in the order of the prompts."""
-    samples = collect_samples(stream, prompts, settings, on_finish)
+    samples = collect_samples(sampler, prompts, settings, on_finish)
     return rollouts_of(prompts, samples, settings.n, pad_token_id)
 
 
