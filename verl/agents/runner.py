@@ -186,7 +186,7 @@ class ConversationSampler(Sampler):
                     )
             self._groups |= dict.fromkeys(names, settings.n)
         for finished in ready:
-            self._post(partial(self._end, finished, on_finish))
+            self.post(partial(self._end, finished, on_finish))
         for group, talk in talks:
             self.agents.loop.call_soon_threadsafe(self._start, group, talk, on_finish)
 
@@ -194,7 +194,7 @@ class ConversationSampler(Sampler):
         def ended(task: asyncio.Task[Conversation]) -> None:
             self.running.discard(task)
             if not task.cancelled():
-                self._post(
+                self.post(
                     lambda: self._end(Finished(group, talk.conversation.sample, task.result()), on_finish)
                 )
 

@@ -117,7 +117,7 @@ class Sampler:
         try:
             return await asyncio.wrap_future(answer)
         except asyncio.CancelledError:
-            self._post(partial(self._cancel_abandoned, request.request_id))
+            self.post(partial(self._cancel_abandoned, request.request_id))
             raise
 
     def _cancel_abandoned(self, request_id: str) -> None:
@@ -203,8 +203,8 @@ class Sampler:
 
             self.submit(requests, deliver, begun)
             self._groups |= dict.fromkeys(names, settings.n)
-            for finished in ready:
-                self._post(partial(self._end, finished, on_finish))
+            for each in ready:
+                self.post(partial(self._end, each, on_finish))
 
     def _new_groups(self, prompts: DataProto, prefix: str) -> list[str]:
         """The groups of prompts that are to be added. RolloutError: a group would be there twice."""
@@ -231,11 +231,12 @@ class Sampler:
         with self.changed:
             return sum(self._groups.values())
 
-    def cancel(self, request_ids: Iterable[str]) -> None:
-        """End requests early: each is answered with the tokens it has. NotImplementedError: the engine cannot, and they
-        run to their end."""
+    def cancel(self, request_ids: Iterable[str] | None) -> None:
+        """End requests (None: all) early: each is answered with the tokens it has. NotImplementedError: the engine
+        cannot, and they run to their end."""
         with self.changed:
-            tasks = [self._tasks[name] for name in request_ids if name in self._tasks]
+            names = list(self._tasks) if request_ids is None else request_ids
+            tasks = [self._tasks[name] for name in names if name in self._tasks]
             sent = [name for name, (task, _) in self._sent.items() if task in tasks]
             started = [task for task, _ in self._sent.values()]
             for task in tasks:
@@ -253,7 +254,7 @@ class Sampler:
                 if kept is None
                 else replace(kept, finish_reason="abort")
             )
-            self._post(partial(task.deliver, cut))
+            self.post(partial(task.deliver, cut))
 
     def release(self, prefix_ids: Iterable[str]) -> None:
         """These conversations need their KV blocks no longer."""
@@ -327,7 +328,8 @@ class Sampler:
             self._stop_driving()
         return answer.result()
 
-    def _post(self, delivery: Callable[[], None]) -> None:
+    def post(self, delivery: Callable[[], None]) -> None:
+        """To be called by the driving thread; what it raises ends everything. `abort` drops it."""
         with self.changed:
             self._deliveries.append(delivery)
             self.changed.notify_all()
