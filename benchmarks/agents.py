@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 import zlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,6 @@ from verl.config.sections.rollout import MultiTurnConfig
 from verl.data.proto import DataProto
 from verl.rollout.base import GenerationSettings, Response, RolloutEngine, SamplingParams
 from verl.rollout.native import Limits, NativeRollout
-from verl.rollout.sampler import collect_samples
 
 BAR = 2.0
 TOOL = '''
@@ -101,21 +101,22 @@ class EveryTurn(ToolFormat):
 class TurnByTurn(ConversationSampler):
     """All conversations wait for each other after generating and after their tools."""
 
+    def deliver(self, responses: Iterable[Response]) -> None:
+        self.answered += responses
+        if len(self.answered) == sum(len(samples) for _, samples in self._sent.values()):
+            answered, self.answered, self.suspended = self.answered, [], True
+            super().deliver(answered)
+
+    def _wait(self, serve: bool) -> None:
+        with self.changed:
+            if self._tasks and len(self._tasks) == len(self.running):
+                self.resume()
+            else:
+                self.changed.wait(0.01)
+
     def __init__(self, runner: ConversationRunner, engine: RolloutEngine) -> None:
         super().__init__(runner, engine)
-        self.suspended = True
-
-    def advance(self) -> None:
-        with self.changed:
-            if not self._tasks or len(self._tasks) < len(self.running):
-                self.changed.wait(0.01)
-                return
-        self.resume()
-        responses: list[Response] = []
-        while len(responses) < len(self._tasks):
-            responses += self.engine.poll()
-        self.suspended = True
-        self.deliver(responses)
+        self.suspended, self.answered = True, list[Response]()
 
 
 def measure(
@@ -138,7 +139,7 @@ def measure(
 
     engine.submit = counted  # type: ignore[method-assign]
     started = time.monotonic()
-    talks = collect_samples(kind(runner, engine), prompts, settings)
+    talks = kind(runner, engine).collect(prompts, settings)
     seconds = time.monotonic() - started
     records = [record for talk in talks for turn in talk.turns for record in turn.records]
     stats = engine.stats()

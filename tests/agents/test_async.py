@@ -3,6 +3,7 @@ where they are suspended in a turn or in a call, where tools are late, and where
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import time
@@ -205,9 +206,8 @@ def test_conversations_suspended_in_a_turn_and_in_a_call_go_on_with_the_next_wei
             if loop.step_number == 1:
                 (tmp_path / "open-2").touch()
                 sampler.run(lambda: any(name.startswith("0-2#") for name in sampler._tasks))
-                sampler.poll_s = 0.0
-                with sampler.driving():
-                    sampler.advance()
+                sampler.poll_s, polled = 0.0, itertools.count()
+                sampler.run(lambda: next(polled) >= 1)
             suspend()
 
         sampler.suspend = suspend_in_a_turn

@@ -175,8 +175,7 @@ def test_finished_conversations_are_saved_and_others_begin_again(fresh: Talk) ->
     talks = collected(fresh)
     kept = talks.sampler.unpack(packed, ["p0", "p1", "p2"])
     talks.add(fresh.prompts(range(3)), SETTINGS, kept=kept)
-    with talks.sampler.driving():
-        talks.sampler.do_posted()
+    talks.sampler.run(lambda: True)
     saved = [each for each in talks.finished if any(each.result.uid == e.result.uid for e in early)]
     assert {(e.group, e.sample) for e in saved} >= {(each.group, each.sample) for each in early}
     for each in early:

@@ -24,7 +24,7 @@ from verl.data.rl_dataset import RLDataset
 from verl.engines import build_engine
 from verl.errors import ConfigError, DataError
 from verl.rollout.base import GenerationSettings, SamplingParams
-from verl.workers.roles import generate_batch
+from verl.workers.roles import rollouts_of
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +129,8 @@ def check_log_probs(talk: Talk) -> None:
 
     settings = GenerationSettings(SamplingParams(max_tokens=900, temperature=0.8), n=3, seed=1)
     talk.requests.clear()
-    batch = generate_batch(talk.sampler(), talk.prompts(range(2)), settings, 0)
+    prompts = talk.prompts(range(2))
+    batch = rollouts_of(prompts, talk.sampler().collect(prompts, settings), settings.n, 0)
     roles = {turn.role for each in batch.non_tensor_batch["conversation"] for turn in each.turns}
     assert roles == {"assistant", "tool", *(["user"] if talk.runner.agents.has_user else [])}
     if talk.cfg.history == "split":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from verl.data.proto import DataProto
@@ -22,13 +23,10 @@ class Collected:
         self.sampler.add(prompts, settings, self.finished.append, prefix, kept)
 
     def steps(self, count: int = 1) -> None:
-        """So many steps of the engine."""
+        """So many polls of the engine, fewer where it has nothing to do."""
         poll_s, self.sampler.poll_s = self.sampler.poll_s, 0.0
-        with self.sampler.driving():
-            for _ in range(count):
-                self.sampler.do_posted()
-                if self.sampler._sent:
-                    self.sampler.advance()
+        polled = itertools.count()
+        self.sampler.run(lambda: next(polled) >= count or not self.sampler._sent)
         self.sampler.poll_s = poll_s
 
     def drain(self) -> Any:

@@ -28,7 +28,7 @@ from verl.data.chat import ChatFormat
 from verl.data.proto import DataProto
 from verl.errors import ConfigError, DataError
 from verl.rollout.base import GenerationSettings, Request, RolloutEngine
-from verl.rollout.sampler import Finished, Kept, OnFinish, Sampler, collect_samples
+from verl.rollout.sampler import Finished, Kept, OnFinish, Sampler
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +128,7 @@ class ConversationRunner:
     ) -> list[Conversation]:
         """`settings.n` conversations for each prompt, in the order of the prompts whatever finished first; `on_finish`
         is called with the row in the batch and its conversation."""
-        return collect_samples(self.sampler(engine), prompts, settings, on_finish)
+        return self.sampler(engine).collect(prompts, settings, on_finish)
 
 
 @dataclass(eq=False)

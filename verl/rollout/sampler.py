@@ -53,6 +53,7 @@ class _Task:
     """By sample: what it had when it was last suspended."""
     deliver: Callable[[Response], None]
     fail: Callable[[BaseException], None]
+    cancelled: bool = False
 
     @property
     def begun(self) -> bool:
@@ -111,6 +112,10 @@ class Sampler:
 
     async def sample(self, request: Request) -> Response:
         """The response to a request of one sample. Cancelling the wait ends the request."""
+        if request.n != 1:
+            raise ValueError(
+                f"request {request.request_id!r} asks for {request.n} samples; sample() gives one"
+            )
         answer: Future[Response] = Future()
         answer.set_running_or_notify_cancel()  # so that only the engine's answer ends it
         self.submit([request], answer.set_result, fail=answer.set_exception)
@@ -236,29 +241,44 @@ class Sampler:
         cannot, and they run to their end."""
         with self.changed:
             names = list(self._tasks) if request_ids is None else request_ids
-            tasks = [self._tasks[name] for name in names if name in self._tasks]
+            tasks = {self._tasks[name] for name in names if name in self._tasks}
             sent = [name for name, (task, _) in self._sent.items() if task in tasks]
-            started = [task for task, _ in self._sent.values()]
+            for task in tasks - {task for task, _ in self._sent.values()}:
+                self._end_suspended(task)
             for task in tasks:
-                if task not in started:
-                    self._cut_suspended(task)
+                task.cancelled = True
         if sent:
             self.engine.abort(sent)
 
-    def _cut_suspended(self, task: _Task) -> None:
+    def _end_suspended(self, task: _Task) -> None:
         name = task.request.request_id
         del self._tasks[name]
         for sample, kept in task.missing.items():
-            cut = (
-                Response(name, sample, [], [], "abort")
-                if kept is None
-                else replace(kept, finish_reason="abort")
-            )
-            self.post(partial(task.deliver, cut))
+            response = kept or Response(name, sample, [], [], "abort")
+            self.post(partial(task.deliver, replace(response, finish_reason="abort")))
 
-    def release(self, prefix_ids: Iterable[str]) -> None:
-        """These conversations need their KV blocks no longer."""
-        self.engine.release(prefix_ids)
+    def collect(
+        self,
+        prompts: DataProto,
+        settings: GenerationSettings,
+        on_finish: Callable[[int, Any], None] | None = None,
+    ) -> list[Any]:
+        """`settings.n` samples of each prompt, generated in this thread and in the order of the prompts whatever
+        finished first; `on_finish` is called with the row of each. Nothing else may be under way."""
+        n = settings.n
+        first_row = {str(uid): i * n for i, uid in enumerate(prompts.non_tensor_batch["uid"])}
+        rows: dict[int, Any] = {}
+
+        def ended(finished: Finished) -> None:
+            row = first_row[finished.group] + finished.sample
+            rows[row] = finished.result
+            if on_finish is not None:
+                on_finish(row, finished.result)
+
+        begin_counting(len(prompts) * n)
+        self.add(prompts, settings, ended)
+        self.run(lambda: len(rows) == len(prompts) * n)
+        return [rows[row] for row in range(len(prompts) * n)]
 
     # ---- driving the engine, in one thread at a time
 
@@ -268,17 +288,43 @@ class Sampler:
         with self.driving():
             try:
                 while True:
-                    self.do_posted()
+                    self._do_posted()
                     if done():
                         return
-                    if not serve and not (self._tasks or self._groups):
-                        raise RolloutError(
-                            "generation has ended, and samples that are needed were not asked for"
-                        )
-                    self.advance()
+                    if not self._sent:
+                        self._wait(serve)
+                        continue
+                    started = time.monotonic()
+                    responses = self.engine.poll(self.poll_s)
+                    if not responses and time.monotonic() - started < self.poll_s:
+                        self._check_engine()
+                    self.deliver(responses)
             except BaseException as error:
                 self.abort(error)
                 raise
+
+    def _wait(self, serve: bool) -> None:
+        """Until others ask for something, or answer a conversation."""
+        with self.changed:
+            if self._sent or self._calls or self._deliveries:
+                return
+            idle = not (self._tasks or self._groups)
+            if idle and not serve:
+                raise RolloutError("generation has ended, and samples that are needed were not asked for")
+            started = time.monotonic()
+            self.changed.wait(1.0)
+            self.idle_s += idle * (time.monotonic() - started)
+
+    def _check_engine(self) -> None:
+        """RolloutError: the engine has nothing to do, although it has not answered everything."""
+        stats = self.engine.stats()
+        if not stats.running + stats.waiting:
+            with self.changed:
+                missing = sum(len(task.missing) for task in self._tasks.values())
+            raise RolloutError(
+                f"{type(self.engine).__name__} left {missing} of {self._submitted} samples unanswered, a defect of the "
+                "engine; use actor_rollout_ref.rollout.name=hf and report it"
+            )
 
     @contextmanager
     def driving(self) -> Iterator[None]:
@@ -334,7 +380,7 @@ class Sampler:
             self._deliveries.append(delivery)
             self.changed.notify_all()
 
-    def do_posted(self) -> None:
+    def _do_posted(self) -> None:
         while True:
             with self.changed:
                 posted = self._calls or self._deliveries
@@ -345,60 +391,33 @@ class Sampler:
             with self.changed:
                 self.changed.notify_all()
 
-    def advance(self) -> None:
-        """Poll the engine; wait for others where it has nothing to do."""
-        with self.changed:
-            if self._calls or self._deliveries:
-                return
-            if not self._sent:
-                started, idle = time.monotonic(), not (self._tasks or self._groups)
-                self.changed.wait(1.0)
-                self.idle_s += idle * (time.monotonic() - started)
-                return
-        self.deliver(self._poll())
-
-    def _poll(self) -> list[Response]:
-        started = time.monotonic()
-        responses = self.engine.poll(self.poll_s)
-        if not responses and time.monotonic() - started < self.poll_s:
-            stats = self.engine.stats()
-            if not stats.running + stats.waiting:
-                missing = sum(len(task.missing) for task in self._tasks.values())
-                raise RolloutError(
-                    f"{type(self.engine).__name__} left {missing} of {self._submitted} samples unanswered, a defect of "
-                    "the engine; use actor_rollout_ref.rollout.name=hf and report it"
-                )
-        return responses
-
     def deliver(self, responses: Iterable[Response]) -> None:
-        """Answer with what was polled from the engine."""
+        """Answer with what was polled from the engine. What it ended for `suspend` is kept instead."""
         for response in responses:
-            task, whole = self._whole(response)
-            self._finish(task, whole)
-
-    def _whole(self, response: Response) -> tuple[_Task, Response]:
-        """The task of an answer, and the answer with everything the sample had before."""
-        with self.changed:
-            task, samples = self._sent.get(response.request_id, (None, {}))
-            if task is None or response.sample not in samples:
-                raise RolloutError(
-                    f"{type(self.engine).__name__} answered sample {response.sample} of request "
-                    f"{response.request_id!r}, which nobody waits for, a defect of the engine; use "
-                    "actor_rollout_ref.rollout.name=hf and report it"
+            with self.changed:
+                task, samples = self._sent.get(response.request_id, (None, {}))
+                if task is None or response.sample not in samples:
+                    raise RolloutError(
+                        f"{type(self.engine).__name__} answered sample {response.sample} of request "
+                        f"{response.request_id!r}, which nobody waits for, a defect of the engine; use "
+                        "actor_rollout_ref.rollout.name=hf and report it"
+                    )
+                sample = samples.pop(response.sample)
+                if not samples:
+                    del self._sent[response.request_id]
+                whole, kept = (
+                    replace(response, request_id=task.request.request_id, sample=sample),
+                    task.missing[sample],
                 )
-            sample = samples.pop(response.sample)
-            if not samples:
-                del self._sent[response.request_id]
-            own = replace(response, request_id=task.request.request_id, sample=sample)
-            kept = task.missing[sample]
-            return task, own if kept is None else joined(kept, own)
-
-    def _finish(self, task: _Task, response: Response) -> None:
-        with self.changed:
-            del task.missing[response.sample]
-            if not task.missing:
-                del self._tasks[task.request.request_id]
-        task.deliver(response)
+                if kept is not None:
+                    whole = joined(kept, whole)
+                if self.suspended and whole.finish_reason == "abort" and not task.cancelled:
+                    task.missing[sample] = whole if whole.token_ids else None
+                    continue
+                del task.missing[sample]
+                if not task.missing:
+                    del self._tasks[task.request.request_id]
+            task.deliver(whole)
 
     def suspend(self) -> None:
         """Take everything out of the engine. Unfinished samples keep their tokens; those that end at this moment are
@@ -407,8 +426,8 @@ class Sampler:
             with self.changed:
                 if self.suspended:
                     return
-                self.suspended = True  # what is submitted from now on waits
                 sent = list(self._sent)
+                self.suspended = True  # what is submitted from now on waits
             if sent:
                 try:
                     self.engine.abort(sent)
@@ -418,13 +437,7 @@ class Sampler:
                         f"generation cannot be suspended: {error}. Use actor_rollout_ref.rollout.name=native, vllm or "
                         "sglang, or trainer.async_training.mode=off"
                     ) from None
-            while self._sent:
-                for response in self._poll():
-                    task, whole = self._whole(response)
-                    if response.finish_reason != "abort":
-                        self._finish(task, whole)
-                    elif whole.token_ids:
-                        task.missing[whole.sample] = whole
+                self.run(lambda: not self._sent)
 
     def suspend_if_idle(self) -> bool:
         """Suspend where nothing is outstanding, without touching the engine; whether that is so."""
@@ -466,7 +479,9 @@ class Sampler:
 
     def pack(self, finished: Sequence[Finished]) -> dict[str, Any]:
         """These samples, and the tokens of unfinished ones while suspended, as plain data for a checkpoint."""
-        begun = [kept for task in self._tasks.values() for kept in task.missing.values() if kept is not None]
+        with self.changed:
+            kept = [response for task in self._tasks.values() for response in task.missing.values()]
+        begun = [response for response in kept if response is not None]
         return {
             "finished": pack_responses([each.result for each in finished]),
             "unfinished": pack_responses(begun),
@@ -486,30 +501,6 @@ def begin_counting(wanted: int, done: int = 0) -> None:
     """In the live table: a generation of so many samples begins, of which some are there."""
     live.set("responses_done", min(done, wanted))
     live.set("responses_wanted", wanted)
-
-
-def collect_samples(
-    sampler: Sampler,
-    prompts: DataProto,
-    settings: GenerationSettings,
-    on_finish: Callable[[int, Any], None] | None = None,
-) -> list[Any]:
-    """`settings.n` samples of each prompt, in the order of the prompts whatever finished first, of a sampler with
-    nothing else under way."""
-    n = settings.n
-    first_row = {str(uid): i * n for i, uid in enumerate(prompts.non_tensor_batch["uid"])}
-    rows: dict[int, Any] = {}
-
-    def ended(finished: Finished) -> None:
-        row = first_row[finished.group] + finished.sample
-        rows[row] = finished.result
-        if on_finish is not None:
-            on_finish(row, finished.result)
-
-    begin_counting(len(prompts) * n)
-    sampler.add(prompts, settings, ended)
-    sampler.run(lambda: len(rows) == len(prompts) * n)
-    return [rows[row] for row in range(len(prompts) * n)]
 
 
 def joined(first: Response, rest: Response) -> Response:

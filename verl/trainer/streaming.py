@@ -30,7 +30,6 @@ from verl.trainer.experience import (
     Experience,
     agent_metrics,
     reward_metrics,
-    score_now,
     submit_reward,
 )
 from verl.trainer.prompt_queue import PromptQueue
@@ -367,7 +366,7 @@ class CarryOverExperience(StreamingExperience):
 
     def score_beside(self, prompts: DataProto, settings: GenerationSettings, timer: Timer) -> DataProto:
         if self.workers.agents is None:  # on the engine, which is idle between steps
-            return score_now(self, prompts, settings, timer)
+            return Experience.score(self, prompts, settings, timer)
         # Conversations in progress hold places that validation may need: they go on beside it.
         with timer("gen"), self.generating():
             self.add(prompts, settings, VALIDATION)

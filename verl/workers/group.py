@@ -25,7 +25,7 @@ from verl.observe.live import Snapshot
 from verl.observe.metrics import Metric, average_metrics
 from verl.rollout.base import GenerationSettings
 from verl.rollout.sampler import Sampler
-from verl.workers.roles import Kept, OnFinish, generate_batch, joined_outputs
+from verl.workers.roles import Kept, OnFinish, joined_outputs, rollouts_of
 from verl.workers.shard_batch import TOKEN_ROW
 
 if TYPE_CHECKING:
@@ -61,7 +61,8 @@ class WorkerGroup(ABC):
     ) -> DataProto:
         """`settings.n` responses for each prompt from the current policy; `on_finish` is called as each finishes."""
         with self.generating():
-            return generate_batch(self.sampler(), prompts, settings, self.pad_token_id, on_finish)
+            samples = self.sampler().collect(prompts, settings, on_finish)
+        return rollouts_of(prompts, samples, settings.n, self.pad_token_id)
 
     @abstractmethod
     def log_probs(self, batch: DataProto, *, with_sum_pi_squared: bool = False) -> DataProto:

@@ -146,7 +146,7 @@ class RayRollout(RolloutEngine):
         with self._lock:
             self._aborted += [
                 Response(request.request_id, sample, [], [], "abort", self._version)
-                for request in self._scheduler.cancel(named)
+                for request in self._scheduler.cancel(None if named is None else set(named))
                 for sample in range(request.n)
             ]
             busy = [rank for rank, load in self._scheduler.loads.items() if load]

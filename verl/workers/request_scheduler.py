@@ -52,8 +52,11 @@ class RequestScheduler:
 
     def cancel(self, request_ids: Collection[str] | None) -> list[Request]:
         """Drop requests that wait (None: all), and return them."""
-        dropped = [r for r in self._waiting if request_ids is None or r.request_id in request_ids]
-        self._waiting = deque(r for r in self._waiting if r not in dropped)
+        waiting, self._waiting = self._waiting, deque()
+        dropped = []
+        for request in waiting:
+            named = request_ids is None or request.request_id in request_ids
+            (dropped if named else self._waiting).append(request)
         return dropped
 
     def release(self, prefix_ids: Collection[str]) -> dict[int, list[str]]:

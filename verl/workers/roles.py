@@ -14,7 +14,6 @@ from verl.data.assemble import assemble_rollouts
 from verl.data.proto import DataProto, object_column
 from verl.observe.metrics import Metric
 from verl.rollout.base import GenerationSettings, SamplingParams
-from verl.rollout.sampler import Sampler, collect_samples
 from verl.workers.shard_batch import TOKEN_ROW
 
 if TYPE_CHECKING:
@@ -286,18 +285,6 @@ def _sampling(cfg: RolloutConfig, max_tokens: int, **changes: Any) -> SamplingPa
         "raw_log_probs": cfg.raw_log_probs,
     }
     return SamplingParams(max_tokens=max_tokens, **{**settings, **changes})
-
-
-def generate_batch(
-    sampler: Sampler,
-    prompts: DataProto,
-    settings: GenerationSettings,
-    pad_token_id: int,
-    on_finish: OnFinish | None = None,
-) -> DataProto:
-    """`settings.n` rows for each prompt, in the order of the prompts."""
-    samples = collect_samples(sampler, prompts, settings, on_finish)
-    return rollouts_of(prompts, samples, settings.n, pad_token_id)
 
 
 def rollouts_of(prompts: DataProto, samples: Sequence[Any], n: int, pad_token_id: int) -> DataProto:

@@ -48,20 +48,21 @@ class RolloutServer(RPCServer):
     def do_generate(self, submissions: int) -> Iterator[list[Response]]:
         """Yield responses, those that finish close together in one list, until the first `submissions` calls of
         `control_submit`, and those that come meanwhile, are answered."""
-        sampler, sent = self.sampler, 0.0
+        sampler, sent, ended = self.sampler, 0.0, False
+
+        def ends_or_sends() -> bool:
+            nonlocal ended
+            ended = self._received >= submissions and sampler.suspend_if_idle()
+            return ended or (bool(self._finished) and time.monotonic() - sent > FLUSH_S)
+
         with sampler.driving():
             try:
                 sampler.resume()
-                while True:
-                    sampler.do_posted()
-                    if self._received >= submissions and sampler.suspend_if_idle():
-                        break
-                    sampler.advance()
-                    if self._finished and time.monotonic() - sent > FLUSH_S:
+                while not ended:
+                    sampler.run(ends_or_sends, serve=True)
+                    if self._finished:
                         yield self._take_finished()
                         sent = time.monotonic()
-                if self._finished:
-                    yield self._take_finished()
             except BaseException as error:
                 sampler.abort(error)
                 self._finished = []
