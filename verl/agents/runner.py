@@ -11,12 +11,15 @@ import copy
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from verl.agents.base import Message, Schema, ToolFailed
-from verl.agents.conversation import Conversation, prompt_messages
-from verl.agents.conversation_state import pack_conversations, unpack_conversations
+from verl.agents.conversation import (
+    Conversation,
+    pack_conversations,
+    prompt_messages,
+    unpack_conversations,
+)
 from verl.agents.formats import detect_format, get_format
 from verl.agents.sessions import Answer, Session
 from verl.agents.templates import ChatTurns
@@ -156,41 +159,29 @@ class ConversationSampler(Sampler):
         self.running: set[asyncio.Task[Conversation]] = set()
         """Used in the event loop's thread only."""
 
-    def add(
+    def _start(
         self,
         prompts: DataProto,
         settings: GenerationSettings,
         on_finish: OnFinish,
-        prefix: str = "",
-        kept: Kept | None = None,
+        prefix: str,
+        missing: Mapping[str, Iterable[int]],
     ) -> None:
         stops = dict.fromkeys((*settings.sampling.stop_token_ids, *self.turns.end_token_ids))
         settings = replace(settings, sampling=replace(settings.sampling, stop_token_ids=tuple(stops)))
         columns = prompts.non_tensor_batch
         talks: list[tuple[str, _Talk]] = []
-        ready: list[Finished] = []
-        with self.changed:
-            names = self._new_groups(prompts, prefix)
-            for number, group in enumerate(names):
-                uid, known = str(columns["uid"][number]), (kept or {}).get(group, {})
-                for sample in range(settings.n):
-                    if sample in known:
-                        ready.append(Finished(group, sample, known[sample][0]))
-                        continue
-                    messages = prompt_messages(columns["raw_prompt"][number])
-                    conversation = Conversation(uid, sample, columns["prompt_ids"][number], messages)
-                    key, row = f"{uid}#{sample}", row_of(prompts, number)
-                    session = Session(self.agents, f"{prefix}{key}", row, seed_key=key)
-                    talks.append(
-                        (group, _Talk(conversation, session, row, settings, key if prefix else None))
-                    )
-            self._groups |= dict.fromkeys(names, settings.n)
-        for finished in ready:
-            self.post(partial(self._end, finished, on_finish))
+        for number, (group, samples) in enumerate(missing.items()):
+            uid, ids = str(columns["uid"][number]), columns["prompt_ids"][number]
+            for sample in samples:
+                conversation = Conversation(uid, sample, ids, prompt_messages(columns["raw_prompt"][number]))
+                key, row = f"{uid}#{sample}", row_of(prompts, number)
+                session = Session(self.agents, f"{prefix}{key}", row, seed_key=key)
+                talks.append((group, _Talk(conversation, session, row, settings, key if prefix else None)))
         for group, talk in talks:
-            self.agents.loop.call_soon_threadsafe(self._start, group, talk, on_finish)
+            self.agents.loop.call_soon_threadsafe(self._begin, group, talk, on_finish)
 
-    def _start(self, group: str, talk: _Talk, on_finish: OnFinish) -> None:
+    def _begin(self, group: str, talk: _Talk, on_finish: OnFinish) -> None:
         def ended(task: asyncio.Task[Conversation]) -> None:
             self.running.discard(task)
             if not task.cancelled():
@@ -215,7 +206,7 @@ class ConversationSampler(Sampler):
         wanted, kept = set(groups), Kept()
         for group, conversation in zip(packed["groups"], unpack_conversations(packed), strict=True):
             if group in wanted:
-                kept.setdefault(group, {})[conversation.sample] = conversation, True
+                kept[group, conversation.sample] = conversation, True
         return kept
 
     # ---- one conversation

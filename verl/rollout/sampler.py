@@ -40,7 +40,7 @@ class Finished:
 
 
 OnFinish = Callable[[Finished], None]
-Kept = dict[str, dict[int, tuple[Any, bool]]]
+Kept = dict[tuple[str, int], tuple[Any, bool]]
 """From a checkpoint: by group and sample what there is, and whether it is finished."""
 
 
@@ -92,6 +92,8 @@ class Sampler:
         self.suspended = False
         self.idle_s = 0.0
         """Seconds in which a driving thread had no sample to generate."""
+        self.ended = 0
+        """Samples of prompts, since the beginning."""
         self.changed = threading.Condition()
         """Guards everything here; notified when a sample ends and when something is asked for."""
         self._driver: int | None = None
@@ -181,45 +183,49 @@ class Sampler:
         before the uids in `Finished.group` and in the engine's request ids, not into the draws: prompts of two data
         sets may have the same uid at the same time. What is finished in `kept` is not generated, and what is not
         continues from its tokens."""
-        requests: list[Request] = []
-        begun: dict[str, dict[int, Response | None]] = {}
+        missing: dict[str, dict[int, Response | None]] = {}
         ready: list[Finished] = []
         with self.changed:
-            names = self._new_groups(prompts, prefix)
-            for name, ids in zip(names, prompts.non_tensor_batch["prompt_ids"], strict=True):
-                known = (kept or {}).get(name, {})
-                left: dict[int, Response | None] = {}
+            names = [f"{prefix}{uid}" for uid in prompts.non_tensor_batch["uid"]]
+            self._check_new(names, self._groups)
+            for name in names:
+                missing[name] = {}
                 for sample in range(settings.n):
-                    result, finished = known.get(sample, (None, False))
+                    result, finished = (kept or {}).get((name, sample), (None, False))
                     if finished:
                         ready.append(Finished(name, sample, result))
                     else:
-                        left[sample] = result
-                if left:
-                    # The samples of a prompt are one request, so that they share its computation.
-                    key = name.removeprefix(prefix) if prefix else None
-                    requests.append(
-                        Request(name, ids, settings.sampling, n=settings.n, seed=settings.seed, key=key)
-                    )
-                    begun[name] = left
-
-            def deliver(response: Response) -> None:
-                self._end(Finished(response.request_id, response.sample, response), on_finish)
-
-            self.submit(requests, deliver, begun)
+                        missing[name][sample] = result
+            self._start(prompts, settings, on_finish, prefix, missing)
             self._groups |= dict.fromkeys(names, settings.n)
             for each in ready:
                 self.post(partial(self._end, each, on_finish))
 
-    def _new_groups(self, prompts: DataProto, prefix: str) -> list[str]:
-        """The groups of prompts that are to be added. RolloutError: a group would be there twice."""
-        names = [f"{prefix}{uid}" for uid in prompts.non_tensor_batch["uid"]]
-        self._check_new(names, self._groups)
-        return names
+    def _start(
+        self,
+        prompts: DataProto,
+        settings: GenerationSettings,
+        on_finish: OnFinish,
+        prefix: str,
+        missing: Mapping[str, dict[int, Response | None]],
+    ) -> None:
+        """One request for the samples of a prompt, so that they share its computation."""
+
+        def deliver(response: Response) -> None:
+            self._end(Finished(response.request_id, response.sample, response), on_finish)
+
+        columns = prompts.non_tensor_batch
+        requests = [
+            Request(name, ids, settings.sampling, settings.n, settings.seed, key=str(uid) if prefix else None)
+            for name, uid, ids in zip(missing, columns["uid"], columns["prompt_ids"], strict=True)
+            if missing[name]
+        ]
+        self.submit(requests, deliver, missing)
 
     def _end(self, finished: Finished, on_finish: OnFinish) -> None:
         """In the driving thread: a sample of a prompt ended."""
         with self.changed:
+            self.ended += 1
             self._groups[finished.group] -= 1
             if not self._groups[finished.group]:
                 del self._groups[finished.group]
@@ -262,11 +268,13 @@ class Sampler:
         prompts: DataProto,
         settings: GenerationSettings,
         on_finish: Callable[[int, Any], None] | None = None,
+        prefix: str = "",
+        run: Callable[[Callable[[], bool]], None] | None = None,
     ) -> list[Any]:
-        """`settings.n` samples of each prompt, generated in this thread and in the order of the prompts whatever
-        finished first; `on_finish` is called with the row of each. Nothing else may be under way."""
+        """`settings.n` samples of each prompt, in the order of the prompts whatever finished first; `on_finish` is
+        called with the row of each. `run` waits where another thread generates."""
         n = settings.n
-        first_row = {str(uid): i * n for i, uid in enumerate(prompts.non_tensor_batch["uid"])}
+        first_row = {f"{prefix}{uid}": i * n for i, uid in enumerate(prompts.non_tensor_batch["uid"])}
         rows: dict[int, Any] = {}
 
         def ended(finished: Finished) -> None:
@@ -275,9 +283,11 @@ class Sampler:
             if on_finish is not None:
                 on_finish(row, finished.result)
 
-        begin_counting(len(prompts) * n)
-        self.add(prompts, settings, ended)
-        self.run(lambda: len(rows) == len(prompts) * n)
+        if not self.outstanding:
+            begin_counting(0)
+        live.add("responses_wanted", len(prompts) * n)
+        self.add(prompts, settings, ended, prefix)
+        (run or self.run)(lambda: len(rows) == len(prompts) * n)
         return [rows[row] for row in range(len(prompts) * n)]
 
     # ---- driving the engine, in one thread at a time
@@ -493,7 +503,7 @@ class Sampler:
         for name, ended in (("unfinished", False), ("finished", True)):
             for response in unpack_responses(packed[name]):
                 if response.request_id in wanted:
-                    kept.setdefault(response.request_id, {})[response.sample] = response, ended
+                    kept[response.request_id, response.sample] = response, ended
         return kept
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -59,9 +59,15 @@ class Experience(ABC):
     def collect(self, step: int, timer: Timer) -> tuple[DataProto, dict[str, float]]:
         """`data.train_batch_size` prompts with `rollout.n` scored responses each, and metrics of their rewards."""
 
-    def score(self, prompts: DataProto, settings: GenerationSettings, timer: Timer) -> DataProto:
+    def score(
+        self,
+        prompts: DataProto,
+        settings: GenerationSettings,
+        timer: Timer,
+        generate: Callable[..., DataProto] | None = None,
+    ) -> DataProto:
         """Generate and score these prompts now, with the current policy. Rewards run while other responses are still
-        being generated."""
+        being generated. `generate`: instead of the workers' own, where others are under way."""
         repeated, rewards, first = prompts.repeat(settings.n), self.rewards, self.first_index
         without_score: dict[int, RewardResult] = {}
 
@@ -71,7 +77,7 @@ class Experience(ABC):
                 without_score[first + row] = failure
 
         with timer("gen"):
-            batch = self.workers.generate(prompts, settings, on_finish)
+            batch = (generate or self.workers.generate)(prompts, settings, on_finish)
         indices = range(first, first + len(batch))
         with timer("reward"):
             wanted = [index for index in indices if index not in without_score] if first else None

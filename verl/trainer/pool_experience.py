@@ -6,16 +6,23 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.data.proto import DataProto
 from verl.errors import TrainingHalted
-from verl.observe.live import live
 from verl.observe.metrics import Timer
 from verl.rollout.base import GenerationSettings
 from verl.rollout.sampler import Finished
 from verl.trainer.admission import Admission
-from verl.trainer.streaming import VALIDATION, StreamingExperience
+from verl.trainer.experience import Experience, SyncExperience
+from verl.trainer.streaming import CarryOverExperience, StreamingExperience
+
+if TYPE_CHECKING:
+    from verl.config.schema import PPOConfig
+    from verl.data.loader import Loader
+    from verl.reward.base import RewardManager
+    from verl.workers.group import WorkerGroup
+    from verl.workers.roles import OnFinish
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +44,6 @@ class PoolExperience(StreamingExperience):
         self._closing = False
         self._error: BaseException | None = None
         """What ended the thread."""
-        self._ended = 0
-        """Samples, over the whole run."""
         self._metrics: dict[str, float] = {}
         self._measured = time.monotonic(), 0.0
 
@@ -48,14 +53,6 @@ class PoolExperience(StreamingExperience):
         return super().new_admission(self.batch_size if one_step else None)
 
     # ---- the thread that generates
-
-    def add(self, prompts: DataProto, settings: GenerationSettings, prefix: str = "") -> None:
-        if self._error is not None:
-            raise self._error
-        super().add(prompts, settings, prefix)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._generate, name="verl-generation", daemon=True)
-            self._thread.start()
 
     def _generate(self) -> None:
         error: BaseException = TrainingHalted("generation has ended")
@@ -71,22 +68,24 @@ class PoolExperience(StreamingExperience):
             self._error = error
             self.sampler.changed.notify_all()
 
-    def sample_ended(self, finished: Finished) -> None:
+    def on_finish(self, finished: Finished) -> None:
         with self.sampler.changed:
-            super().sample_ended(finished)
-            self._ended += 1
+            super().on_finish(finished)
 
     def wait(self, done: Callable[[], bool], describe: Callable[[], str] = lambda: "") -> None:
         """Until `done()`, asked under the lock after every sample; raises what ended the thread. Where no sample ends
         for `trainer.watchdog_s`, the log says what is waited for (a process that hangs or dies is an error)."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._generate, name="verl-generation", daemon=True)
+            self._thread.start()
         notice_s = self.cfg.trainer.watchdog_s
         with self.sampler.changed:
-            since, ended = time.monotonic(), self._ended
+            since, ended = time.monotonic(), self.sampler.ended
             while not done():
                 if self._error is not None:
                     raise self._error
-                if self._ended != ended:
-                    since, ended = time.monotonic(), self._ended
+                if self.sampler.ended != ended:
+                    since, ended = time.monotonic(), self.sampler.ended
                 elif time.monotonic() - since > notice_s:
                     since = time.monotonic()
                     logger.warning(
@@ -174,14 +173,11 @@ class PoolExperience(StreamingExperience):
         if self.sent != self.workers.policy_version:
             self._metrics |= self.send_weights(self.clock)
 
-    def score_beside(self, prompts: DataProto, settings: GenerationSettings, timer: Timer) -> DataProto:
-        """Beside the training samples that are running."""
-        with timer("gen"):
-            self.send_deferred()
-            self.add(prompts, settings, VALIDATION)
-            live.add("responses_wanted", len(prompts) * settings.n)
-            self.wait(lambda: len(self.validation) == len(prompts) * settings.n)
-        return self.validated(prompts, settings, timer)
+    def generate_beside(
+        self, prompts: DataProto, settings: GenerationSettings, on_finish: OnFinish
+    ) -> DataProto:
+        self.send_deferred()
+        return self.collected(prompts, settings, on_finish, self.wait)
 
     def state_dict(self) -> dict[str, Any]:
         # What ended the thread is raised by the next `collect`: the complete step must be saved first.
@@ -189,3 +185,19 @@ class PoolExperience(StreamingExperience):
             self.wait_until_idle(or_failed=True)
         self.collect_scores()  # before: generation goes on meanwhile
         return self.sampler.call(super().state_dict)
+
+
+def build_experience(
+    cfg: PPOConfig,
+    workers: WorkerGroup,
+    rewards: RewardManager,
+    tokenizer: Any,
+    loader: Loader,
+    total_steps: int,
+) -> Experience:
+    """The source of batches that `trainer.async_training.mode` names."""
+    parts = (cfg, workers, rewards, tokenizer, loader)
+    mode = cfg.trainer.async_training.mode
+    if mode == "off" or cfg.trainer.val_only:
+        return SyncExperience(*parts)
+    return (CarryOverExperience if mode == "carry_over" else PoolExperience)(*parts, total_steps=total_steps)

@@ -11,7 +11,7 @@ import copy
 import logging
 import math
 from abc import abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +19,6 @@ from typing import Any
 from verl.agents.conversation import Conversation
 from verl.data.proto import DataProto
 from verl.errors import CheckpointError, RewardError
-from verl.observe.live import live
 from verl.observe.metrics import Timer
 from verl.reward.base import RewardResult
 from verl.reward.managers import require_streaming
@@ -34,7 +33,7 @@ from verl.trainer.experience import (
 )
 from verl.trainer.prompt_queue import PromptQueue
 from verl.trainer.setup import whole_number
-from verl.workers.roles import rollouts_of, training_settings
+from verl.workers.roles import OnFinish, rollouts_of, training_settings
 
 logger = logging.getLogger(__name__)
 
@@ -91,8 +90,6 @@ class StreamingExperience(Experience):
         """Those of the batch being trained."""
         self.sent = self.workers.policy_version
         """The version of the weights the rollout engine has."""
-        self.validation: dict[tuple[str, int], Any] = {}
-        """Finished samples of validation, by prompt and sample."""
         self.started = 0
         """Groups, over the whole run."""
         self.restored: dict[str, int] = {}
@@ -116,10 +113,6 @@ class StreamingExperience(Experience):
         return Admission(self.batch_size, self.staleness, window=window, total=self.total, limit=limit)
 
     # ---- groups
-
-    def add(self, prompts: DataProto, settings: GenerationSettings, prefix: str = "") -> None:
-        """Start samples of these prompts."""
-        self.sampler.add(prompts, settings, self.sample_ended, prefix, self.kept)
 
     def start_groups(self) -> None:
         """Start as many prompts as admission allows, in the order of the data."""
@@ -162,7 +155,8 @@ class StreamingExperience(Experience):
             self.groups[_uid(group.prompt)] = group
         for step, members in by_step.items():
             prompts = DataProto.concat([group.prompt for group in members])
-            self.add(prompts, training_settings(rollout, longest, step))
+            settings = training_settings(rollout, longest, step)
+            self.sampler.add(prompts, settings, self.on_finish, kept=self.kept)
 
     def on_finish(self, finished: Finished) -> None:
         """A training sample ended: its reward is computed while others are generated."""
@@ -198,50 +192,43 @@ class StreamingExperience(Experience):
             for sample, result in group.results.items()
         }
         indices = [group.number * self.n + sample for group in groups for sample in range(self.n)]
-        batch = self.scored(batch, indices, known, timer)
+        with timer("reward"):
+            results = self.rewards.collect([index for index in indices if index not in known]) | known
+        batch = self.attach_results(batch, [results[index] for index in indices])
         calls = self.call_metrics()
         if calls:
             calls["reward/calls"] += self._calls
             self._calls = 0.0
         return batch, agent_metrics(batch) | reward_metrics(batch) | calls
 
-    def score(self, prompts: DataProto, settings: GenerationSettings, timer: Timer) -> DataProto:
+    def score(
+        self,
+        prompts: DataProto,
+        settings: GenerationSettings,
+        timer: Timer,
+        generate: Callable[..., DataProto] | None = None,
+    ) -> DataProto:
         self._calls += self.call_metrics().get("reward/calls", 0.0)
-        batch = self.score_beside(prompts, settings, timer)
+        batch = super().score(prompts, settings, timer, generate or self.generate_beside)
         self.call_metrics()  # those of validation belong to no step
         return batch
 
     @abstractmethod
-    def score_beside(self, prompts: DataProto, settings: GenerationSettings, timer: Timer) -> DataProto:
-        """As `score`, while groups are ahead of training."""
-
-    def sample_ended(self, finished: Finished) -> None:
-        """A sample of training or of validation."""
-        if finished.group.startswith(VALIDATION):
-            self.validation[finished.group, finished.sample] = finished.result
-        else:
-            self.on_finish(finished)
-
-    def validated(self, prompts: DataProto, settings: GenerationSettings, timer: Timer) -> DataProto:
-        """The scored batch of validation samples that have all ended."""
-        found, self.validation = self.validation, {}
-        uids = [VALIDATION + str(uid) for uid in prompts.non_tensor_batch["uid"]]
-        samples = [found[uid, sample] for uid in uids for sample in range(settings.n)]
-        batch = rollouts_of(prompts, samples, settings.n, self.workers.pad_token_id)
-        repeated, failures = prompts.repeat(settings.n), {}
-        indices = [self.first_index + row for row in range(len(samples))]
-        for row, (index, sample) in enumerate(zip(indices, samples, strict=True)):
-            failure = submit_reward(self.rewards, self.tokenizer, repeated, row, index, sample)
-            if failure is not None:
-                failures[index] = failure
-        return self.scored(batch, indices, failures, timer)
-
-    def scored(
-        self, batch: DataProto, indices: list[int], known: dict[int, RewardResult], timer: Timer
+    def generate_beside(
+        self, prompts: DataProto, settings: GenerationSettings, on_finish: OnFinish
     ) -> DataProto:
-        with timer("reward"):
-            results = self.rewards.collect([index for index in indices if index not in known]) | known
-        return self.attach_results(batch, [results[index] for index in indices])
+        """As the workers' `generate`, while groups are ahead of training."""
+
+    def collected(
+        self,
+        prompts: DataProto,
+        settings: GenerationSettings,
+        on_finish: OnFinish,
+        run: Callable[[Callable[[], bool]], None],
+    ) -> DataProto:
+        """Samples of validation beside those of training."""
+        samples = self.sampler.collect(prompts, settings, on_finish, VALIDATION, run)
+        return rollouts_of(prompts, samples, settings.n, self.workers.pad_token_id)
 
     # ---- steps, weights and checkpoints
 
@@ -364,15 +351,14 @@ class CarryOverExperience(StreamingExperience):
                 self.sampler.abort()
                 raise
 
-    def score_beside(self, prompts: DataProto, settings: GenerationSettings, timer: Timer) -> DataProto:
+    def generate_beside(
+        self, prompts: DataProto, settings: GenerationSettings, on_finish: OnFinish
+    ) -> DataProto:
         if self.workers.agents is None:  # on the engine, which is idle between steps
-            return Experience.score(self, prompts, settings, timer)
+            return self.workers.generate(prompts, settings, on_finish)
         # Conversations in progress hold places that validation may need: they go on beside it.
-        with timer("gen"), self.generating():
-            self.add(prompts, settings, VALIDATION)
-            live.add("responses_wanted", len(prompts) * settings.n)
-            self.sampler.run(lambda: len(self.validation) == len(prompts) * settings.n)
-        return self.validated(prompts, settings, timer)
+        with self.generating():
+            return self.collected(prompts, settings, on_finish, self.sampler.run)
 
     def close(self) -> None:
         self.sampler.abort()

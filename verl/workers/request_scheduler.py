@@ -53,10 +53,13 @@ class RequestScheduler:
     def cancel(self, request_ids: Collection[str] | None) -> list[Request]:
         """Drop requests that wait (None: all), and return them."""
         waiting, self._waiting = self._waiting, deque()
-        dropped = []
+        dropped: list[Request] = []
         for request in waiting:
             named = request_ids is None or request.request_id in request_ids
-            (dropped if named else self._waiting).append(request)
+            if named:
+                dropped.append(request)
+            else:
+                self._waiting.append(request)
         return dropped
 
     def release(self, prefix_ids: Collection[str]) -> dict[int, list[str]]:
