@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 import zlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,12 @@ from benchmarks import command
 from benchmarks.rollout import SHAPES
 from verl.agents.base import ParsedTurn, ToolCall
 from verl.agents.formats import ToolFormat, register_tool_format
-from verl.agents.runner import ConversationRunner, ConversationStream
+from verl.agents.runner import ConversationRunner, ConversationSampler
 from verl.config.sections.data import DataConfig
 from verl.config.sections.rollout import MultiTurnConfig
 from verl.data.proto import DataProto
-from verl.rollout.base import GenerationSettings, RolloutEngine, SamplingParams
+from verl.rollout.base import GenerationSettings, Response, RolloutEngine, SamplingParams
 from verl.rollout.native import Limits, NativeRollout
-from verl.rollout.samples import Finished, collect_samples
 
 BAR = 2.0
 TOOL = '''
@@ -72,10 +72,10 @@ def run(args: argparse.Namespace) -> int:
         prompts, settings = workload(args, tokenizer, words)
         runner = ConversationRunner(cfg, data, tokenizer)
         try:
-            measure(ConversationStream, runner, args, tokenizer, prompts[:2], settings)  # compiles kernels
+            measure(ConversationSampler, runner, args, tokenizer, prompts[:2], settings)  # compiles kernels
             figures = {
-                name: measure(stream, runner, args, tokenizer, prompts, settings)
-                for name, stream in (("live", ConversationStream), ("turn by turn", TurnByTurn))
+                name: measure(sampler, runner, args, tokenizer, prompts, settings)
+                for name, sampler in (("live", ConversationSampler), ("turn by turn", TurnByTurn))
             }
         finally:
             runner.close()
@@ -98,24 +98,29 @@ class EveryTurn(ToolFormat):
         return ""
 
 
-class TurnByTurn(ConversationStream):
+class TurnByTurn(ConversationSampler):
     """All conversations wait for each other after generating and after their tools."""
 
-    def poll(self, timeout_s: float | None = None) -> list[Finished]:
-        while self.answers:
-            (step, talk), result = self.results.get()
-            self.answers -= 1
-            self.take_result(step, talk, result)
-        responses: list[Any] = []
-        while self.requests.running:
-            responses += self.requests.poll()
-        for response in responses:
-            self.take_response(self.asked.pop(response.request_id), response)
-        return super().poll(0)
+    def deliver(self, responses: Iterable[Response]) -> None:
+        self.answered += responses
+        if len(self.answered) == sum(len(samples) for _, samples in self._sent.values()):
+            answered, self.answered, self.suspended = self.answered, [], True
+            super().deliver(answered)
+
+    def _wait(self, serve: bool) -> None:
+        with self.changed:
+            if self._tasks and len(self._tasks) == len(self.running):
+                self.resume()
+            else:
+                self.changed.wait(0.01)
+
+    def __init__(self, runner: ConversationRunner, engine: RolloutEngine) -> None:
+        super().__init__(runner, engine)
+        self.suspended, self.answered = True, list[Response]()
 
 
 def measure(
-    kind: type[ConversationStream],
+    kind: type[ConversationSampler],
     runner: ConversationRunner,
     args: argparse.Namespace,
     tokenizer: Any,
@@ -134,7 +139,7 @@ def measure(
 
     engine.submit = counted  # type: ignore[method-assign]
     started = time.monotonic()
-    talks = collect_samples(kind(runner, engine), prompts, settings)
+    talks = kind(runner, engine).collect(prompts, settings)
     seconds = time.monotonic() - started
     records = [record for talk in talks for turn in talk.turns for record in turn.records]
     stats = engine.stats()

@@ -20,7 +20,7 @@ from verl.agents.base import ParsedTurn, ToolCall
 from verl.agents.conversation import Conversation
 from verl.agents.formats import ToolFormat, register_tool_format
 from verl.rollout.base import Request, Response, RolloutEngine
-from verl.rollout.samples import collect_samples
+from verl.rollout.sampler import Sampler
 from verl.trainer.loop import RLLoop
 
 SPECIAL = ["<pad>", "<eos>", "<unk>", "<|user|>", "<|assistant|>", "<|tool|>"]
@@ -232,14 +232,12 @@ class Record:
 @contextmanager
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Record]:
     record = Record()
-    step = RLLoop.step
+    step, collect = RLLoop.step, Sampler.collect
 
-    def collect_and_keep(stream: Any, prompts: Any, settings: Any, *args: Any) -> Any:
-        engine = stream.engine
-        stream.engine = stream.requests.engine = recording = RecordingEngine(
-            engine, len(prompts) * settings.n
-        )
-        conversations = collect_samples(stream, prompts, settings, *args)
+    def collect_and_keep(sampler: Any, prompts: Any, settings: Any, *args: Any) -> Any:
+        engine = sampler.engine
+        sampler.engine = recording = RecordingEngine(engine, len(prompts) * settings.n)
+        conversations = collect(sampler, prompts, settings, *args)
         record.batches.append(Batch(recording, conversations, engine.stats().prefilled_tokens))
         return conversations
 
@@ -249,6 +247,6 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Record]:
         return metrics
 
     with monkeypatch.context() as patch:
-        patch.setattr("verl.workers.roles.collect_samples", collect_and_keep)
+        patch.setattr(Sampler, "collect", collect_and_keep)
         patch.setattr(RLLoop, "step", step_and_keep)
         yield record

@@ -7,7 +7,7 @@ from typing import Any
 from tests.agents.chat_tokenizers import chat_tokenizer
 from tests.agents.talking import plan_format, talking_model
 from verl.agents.conversation import Conversation
-from verl.agents.runner import ConversationRunner, ConversationStream
+from verl.agents.runner import ConversationRunner, ConversationSampler
 from verl.config.schema import DataConfig
 from verl.config.sections.rollout import MultiTurnConfig
 from verl.data.proto import DataProto, object_column
@@ -101,8 +101,8 @@ class Talk:
         engine.submit, engine.poll = watched_submit, watched_poll  # type: ignore[method-assign]
         return engine
 
-    def stream(self) -> ConversationStream:
-        return ConversationStream(self.runner, self.engine)
+    def sampler(self) -> ConversationSampler:
+        return self.runner.sampler(self.engine)
 
     def prompts(self, numbers: Any) -> DataProto:
         rows = [

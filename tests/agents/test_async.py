@@ -3,6 +3,7 @@ where they are suspended in a turn or in a call, where tools are late, and where
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import time
@@ -198,32 +199,32 @@ def test_conversations_suspended_in_a_turn_and_in_a_call_go_on_with_the_next_wei
     steps: dict[int, list[Any]] = {}
 
     def prepare(loop: Any) -> None:
-        stream = loop.experience.stream
-        suspend = stream.suspend
+        sampler = loop.experience.sampler
+        suspend = sampler.suspend
 
         def suspend_in_a_turn() -> None:
             if loop.step_number == 1:
                 (tmp_path / "open-2").touch()
-                while not any(name.startswith("0-2#") for name in stream.asked):
-                    for finished in stream.poll(0):
-                        loop.experience.sample_ended(finished)
+                sampler.run(lambda: any(name.startswith("0-2#") for name in sampler._tasks))
+                sampler.poll_s, polled = 0.0, itertools.count()
+                sampler.run(lambda: next(polled) >= 1)
             suspend()
 
-        stream.suspend = suspend_in_a_turn
+        sampler.suspend = suspend_in_a_turn
 
     def within(loop: Any) -> None:
         assert_aligned(loop)
         steps[loop.step_number] = list(loop.batch.non_tensor_batch["conversation"])
-        stream = loop.experience.stream
+        sampler = loop.experience.sampler
         if loop.step_number > 1:
             return
-        assert {("0-1", 0), ("0-1", 1), ("0-2", 0), ("0-2", 1)} <= stream.talks.keys()
-        begun = {response.request_id: response.token_ids for response in stream.requests.unfinished()}
-        assert any(name.startswith("0-2#") and ids for name, ids in begun.items()), "none is in a turn"
-        assert not any(name.startswith("0-1#") for name in stream.asked), "its tools are at work"
+        assert (sampler._groups["0-1"], sampler._groups["0-2"]) == (N, N)
+        begun = [name for name, task in sampler._tasks.items() if task.missing[0] is not None]
+        assert any(name.startswith("0-2#") for name in begun), "none is in a turn"
+        assert not any(name.startswith("0-1#") for name in sampler._tasks), "its tools are at work"
         (tmp_path / "open-1").touch()
-        while stream.results.qsize() < stream.answers:  # they answer while the trainer trains
-            time.sleep(0.005)
+        while sum(name.startswith("0-1#") for name in list(sampler._tasks)) < N:
+            time.sleep(0.005)  # they answer while the trainer trains
 
     go(*CARRY_OVER, *GATES, world=GATED, within=within, prepare=prepare)
     assert_each_prompt_once(tmp_path / "run")
@@ -333,7 +334,7 @@ def test_tools_lost_while_the_trainer_saves_do_not_cost_the_checkpoint(go, tmp_p
 
         def before_poll() -> None:
             if loop.experience.admission.clock >= 2:  # what follows the second batch is being generated
-                while not saving.wait(0.01) and not loop.experience.thread._closing:
+                while not saving.wait(0.01) and not loop.experience._closing:
                     pass
                 raise ToolsLost("it went away")
 
@@ -374,7 +375,7 @@ def test_validation_beside_more_conversations_than_there_are_places(go, tmp_path
 
         def watched(*given: Any) -> Any:
             if mode is CARRY_OVER:
-                suspended.append(len(loop.experience.stream.talks))
+                suspended.append(loop.experience.sampler.outstanding)
             return score(*given)
 
         loop.experience.score = watched

@@ -17,14 +17,14 @@ import torch
 from tests.agents.chat_tokenizers import FAMILIES, chat_tokenizer
 from tests.agents.conversations import TOOLS, WORLD, Talk, by_name, settings_of
 from verl.agents.conversation import Conversation, prompt_messages
-from verl.agents.runner import ConversationRunner, ConversationStream
+from verl.agents.runner import ConversationRunner
 from verl.config.schema import ActorConfig, DataConfig, ModelConfig
 from verl.data.files import Rows
 from verl.data.rl_dataset import RLDataset
 from verl.engines import build_engine
 from verl.errors import ConfigError, DataError
 from verl.rollout.base import GenerationSettings, SamplingParams
-from verl.workers.roles import generate_batch
+from verl.workers.roles import rollouts_of
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +129,8 @@ def check_log_probs(talk: Talk) -> None:
 
     settings = GenerationSettings(SamplingParams(max_tokens=900, temperature=0.8), n=3, seed=1)
     talk.requests.clear()
-    batch = generate_batch(talk.stream(), talk.prompts(range(2)), settings, 0)
+    prompts = talk.prompts(range(2))
+    batch = rollouts_of(prompts, talk.sampler().collect(prompts, settings), settings.n, 0)
     roles = {turn.role for each in batch.non_tensor_batch["conversation"] for turn in each.turns}
     assert roles == {"assistant", "tool", *(["user"] if talk.runner.agents.has_user else [])}
     if talk.cfg.history == "split":
@@ -286,7 +287,7 @@ def test_an_environment_cannot_add_to_a_prompt_that_is_a_string(world: Talk) -> 
     with pytest.raises(
         DataError, match="must then be messages that end with the user's; it ends with 'a string'"
     ):
-        ConversationStream(world.runner, world.engine).extended_prompt(talk, "more")
+        world.sampler().extend_prompt(talk, "more")
 
 
 def test_what_the_environment_says_first_must_fit_the_prompt(make: Callable[..., Talk]) -> None:

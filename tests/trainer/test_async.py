@@ -220,7 +220,7 @@ def test_weights_are_taken_between_two_tokens_of_a_running_sample(go):
         def before_poll() -> None:
             first = [group for group in list(experience.groups.values()) if group.number < 4]
             while all(group.complete for group in first) and engine.engine.version == 0:
-                if experience.thread._closing:
+                if experience._closing:
                     break
                 never.wait(0.01)
 

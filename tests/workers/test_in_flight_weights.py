@@ -3,7 +3,6 @@ answered once."""
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,13 +12,13 @@ from typing import Any
 
 import pytest
 
+from tests.workers.local_server import Server
 from verl.rollout.base import Request, Response, RolloutEngine, SamplingParams
 from verl.rollout.native import NativeRollout
 from verl.rollout.weight_sync import broadcast
 from verl.rollout.weight_sync.broadcast import report
 from verl.rollout.weight_sync.fingerprint import Manifest
 from verl.rollout.weight_sync.probe import SAMPLES
-from verl.workers.generation_stream import GenerationStream, RolloutServer
 
 WAIT_S = 240
 LONG = SamplingParams(max_tokens=40, ignore_eos=True)
@@ -54,24 +53,14 @@ class Watched(NativeRollout):
         return super().poll(0)
 
 
-class Server(RolloutServer):
-    """One engine; `do_change` is what is asked for while it generates."""
+class Changing(Server):
+    """`do_change` is what is asked for while it generates."""
 
     def __init__(self, engine: RolloutEngine, change: Callable[[], Any]) -> None:
-        root = logging.getLogger()
-        before = root.level, list(root.handlers)
-        super().__init__(0)
-        root.setLevel(before[0])
-        root.handlers[:] = before[1]
-        self.engine, self.change = engine, change
-
-    def rollout_engine(self) -> RolloutEngine:
-        return self.engine
+        super().__init__(engine)
+        self.change = change
 
     def do_change(self) -> Any:
-        logging.getLogger("verl.test").handle(
-            logging.LogRecord("verl.test", logging.WARNING, "", 0, "changing", (), None)
-        )
         return self.change()
 
 
@@ -87,8 +76,8 @@ def collect(flushes: Any) -> dict[tuple[str, int], Response]:
     return found
 
 
-def queued(stream: GenerationStream) -> bool:
-    return bool(stream._work)
+def queued(server: Server) -> bool:
+    return bool(server.sampler._calls)
 
 
 def wait_until(reached: Callable[[], bool]) -> None:
@@ -103,7 +92,7 @@ def wait_until(reached: Callable[[], bool]) -> None:
 def test_work_is_done_by_the_thread_of_the_stream_between_two_polls(
     model: Any, elsewhere: ThreadPoolExecutor
 ) -> None:
-    stream, answers = GenerationStream(), []
+    answers: list[Any] = []
     at: list[tuple[int, int]] = []
 
     def change() -> str:
@@ -113,12 +102,12 @@ def test_work_is_done_by_the_thread_of_the_stream_between_two_polls(
 
     def before(number: int) -> None:
         if number == 5:
-            answers.append(elsewhere.submit(stream.between_polls, change))
-            wait_until(lambda: queued(stream))
+            answers.append(elsewhere.submit(server.sampler.call, change))
+            wait_until(lambda: queued(server))
 
     whole = {r.sample: r.token_ids for r in NativeRollout(model, None).generate(requests("a", n=2))}
-    engine = Watched(model, before)
-    found = collect(stream.run(engine, 0, requests("a", n=2), lambda: engine.version))
+    server = Server(engine := Watched(model, before))
+    found = collect(server.generate(requests("a", n=2)))
     assert answers[0].result(WAIT_S) == "changed"
     assert at == [(threading.get_ident(), 5)], "in this thread, after the poll in which it came"
     assert {sample: response.token_ids for (_, sample), response in found.items()} == whole
@@ -127,7 +116,7 @@ def test_work_is_done_by_the_thread_of_the_stream_between_two_polls(
 def test_without_a_stream_it_is_done_at_once_and_a_stream_waits_for_it(
     model: Any, elsewhere: ThreadPoolExecutor
 ) -> None:
-    stream, engine = GenerationStream(), Watched(model)
+    server = Server(engine := Watched(model))
     begun, go_on = threading.Event(), threading.Event()
 
     def change() -> int:
@@ -135,33 +124,31 @@ def test_without_a_stream_it_is_done_at_once_and_a_stream_waits_for_it(
         assert go_on.wait(WAIT_S)
         return engine.polls
 
-    answer = elsewhere.submit(stream.between_polls, change)
+    answer = elsewhere.submit(server.sampler.call, change)
     assert begun.wait(WAIT_S)
-    stream_ended = elsewhere.submit(
-        lambda: collect(stream.run(engine, 0, requests("a"), lambda: engine.version))
-    )
-    wait_until(lambda: stream._engine is not None)
-    assert stream.submit(1, requests("b")), "a stream that waits takes requests"
+    stream_ended = elsewhere.submit(lambda: collect(server.generate(requests("a"))))
+    wait_until(lambda: server._received == 1)
+    server.control_submit(requests("b"))
     go_on.set()
     assert answer.result(WAIT_S) == 0, "nothing was generated meanwhile"
     assert set(stream_ended.result(WAIT_S)) == {("a", 0), ("b", 0)}
-    assert stream.between_polls(lambda: 7) == 7
+    assert server.sampler.call(lambda: 7) == 7
 
 
 def test_a_stream_that_would_end_does_the_work_first(model: Any, elsewhere: ThreadPoolExecutor) -> None:
     """It comes in the poll that gives the last response."""
-    stream, answers = GenerationStream(), []
+    answers: list[Any] = []
 
     class Last(Watched):
         def poll(self, timeout_s: float | None = None) -> list[Response]:
             responses = super().poll(timeout_s)
             if responses and not answers:
-                answers.append(elsewhere.submit(stream.between_polls, threading.get_ident))
-                wait_until(lambda: queued(stream))
+                answers.append(elsewhere.submit(server.sampler.call, threading.get_ident))
+                wait_until(lambda: queued(server))
             return responses
 
-    engine = Last(model)
-    assert set(collect(stream.run(engine, 0, requests("a"), lambda: 0))) == {("a", 0)}
+    server = Server(Last(model))
+    assert set(collect(server.generate(requests("a")))) == {("a", 0)}
     assert answers[0].result(WAIT_S) == threading.get_ident()
 
 
@@ -169,20 +156,20 @@ def test_a_stream_that_would_end_does_the_work_first(model: Any, elsewhere: Thre
 def test_a_stream_that_breaks_off_leaves_the_work_to_its_caller(
     ends: str, model: Any, elsewhere: ThreadPoolExecutor
 ) -> None:
-    stream, answers = GenerationStream(), []
+    answers: list[Any] = []
 
     def come() -> None:
-        answers.append(elsewhere.submit(stream.between_polls, threading.get_ident))
-        wait_until(lambda: queued(stream))
+        answers.append(elsewhere.submit(server.sampler.call, threading.get_ident))
+        wait_until(lambda: queued(server))
 
     def before(number: int) -> None:
         if number == 3 and ends == "by an error of the engine":
             come()
             raise KeyError(number)
 
-    engine = Watched(model, before)
+    server = Server(Watched(model, before))
     short = requests("short", sampling=SamplingParams(max_tokens=1, ignore_eos=True))
-    lists = stream.run(engine, 0, [*short, *requests("long")], lambda: 0)
+    lists = server.generate([*short, *requests("long")])
     if ends == "because it is closed":
         next(lists)
         come()
@@ -206,13 +193,14 @@ def test_a_failure_of_the_work_is_answered_and_the_stream_goes_on(
         if number == 3:
             seen.append(server.control_status().call)
             answers.append(elsewhere.submit(server.serve_between_polls, "change"))
-            wait_until(lambda: queued(server._stream))
+            wait_until(lambda: queued(server))
         if number == 5:
-            assert server._stream.abort(0, ["b"]), "other calls are answered"
+            assert server.control_abort(["b"]), "other calls are answered"
 
     answers: list[Any] = []
-    server = Server(Watched(model, before), change)
-    outcomes = list(server.stream("generate", 0, requests("a", "b")))
+    server = Changing(Watched(model, before), change)
+    server.control_submit(requests("a", "b"))
+    outcomes = list(server.stream("generate", 1))
     assert all(outcome.failure is None for outcome in outcomes)
     found = collect(outcome.value for outcome in outcomes)
     assert [found[name, 0].finish_reason for name in ("a", "b")] == ["length", "abort"]
@@ -231,11 +219,11 @@ def test_the_status_is_that_of_the_work_while_a_stream_waits_for_it(
         begun.set()
         assert go_on.wait(WAIT_S)
 
-    server = Server(Watched(model, lambda number: seen.append(server.control_status().call)), change)
+    server = Changing(Watched(model, lambda number: seen.append(server.control_status().call)), change)
     answer = elsewhere.submit(server.serve_between_polls, "change")
     assert begun.wait(WAIT_S)
-    generated = elsewhere.submit(lambda: list(server.stream("generate", 0, requests("a"))))
-    wait_until(lambda: server._stream._engine is not None)
+    server.control_submit(requests("a"))
+    generated = elsewhere.submit(lambda: list(server.stream("generate", 1)))
     status = server.control_status()
     assert status.call == "change" and "in wait" in status.stack
     go_on.set()
@@ -256,12 +244,12 @@ def test_the_probe_takes_no_response_of_others_and_is_drawn_by_the_new_weights(
     model: Any, elsewhere: ThreadPoolExecutor
 ) -> None:
     """Samples that end while the probe is generated belong to the stream."""
-    stream, answers = GenerationStream(), []
+    answers: list[Any] = []
     during: list[str] = []
 
     def keep(responses: list[Response]) -> None:
         during.extend(response.request_id for response in responses)
-        stream.keep(responses)
+        server.sampler.deliver(responses)
 
     def sync() -> Any:
         change_weights(model)
@@ -270,12 +258,12 @@ def test_the_probe_takes_no_response_of_others_and_is_drawn_by_the_new_weights(
 
     def before(number: int) -> None:
         if number == 3:
-            answers.append(elsewhere.submit(stream.between_polls, sync))
-            wait_until(lambda: queued(stream))
+            answers.append(elsewhere.submit(server.sampler.call, sync))
+            wait_until(lambda: queued(server))
 
-    engine = Watched(model, before)
+    server = Server(engine := Watched(model, before))
     soon = requests("soon", n=2, sampling=SamplingParams(max_tokens=6, ignore_eos=True))
-    found = collect(stream.run(engine, 0, [*soon, *requests("a", "b")], lambda: engine.version))
+    found = collect(server.generate([*soon, *requests("a", "b")]))
     assert set(found) == {("soon", 0), ("soon", 1), ("a", 0), ("b", 0)}
     assert during == ["soon", "soon"]
     assert all(response.finish_reason == "length" for response in found.values())
@@ -290,20 +278,20 @@ def test_a_full_engine_is_not_probed(
     model: Any, elsewhere: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would come to the probe after samples that may be long: not at all, or not in time."""
-    stream, answers = GenerationStream(), []
+    answers: list[Any] = []
 
     def sync(max_running: int) -> Any:
-        return report(engine, Manifest(), **SETTINGS, max_running=max_running, keep=stream.keep)
+        return report(engine, Manifest(), **SETTINGS, max_running=max_running, keep=server.sampler.deliver)
 
     def before(number: int) -> None:
         if number in (2, 4):
             running = 2 + SAMPLES - (number == 2)
-            answers.append(elsewhere.submit(stream.between_polls, lambda: sync(running)))
-            wait_until(lambda: queued(stream))
+            answers.append(elsewhere.submit(server.sampler.call, lambda: sync(running)))
+            wait_until(lambda: queued(server))
 
     monkeypatch.setattr(broadcast, "PROBE_S", -1.0)
-    engine = Watched(model, before)
-    assert set(collect(stream.run(engine, 0, requests("a", "b"), lambda: 0))) == {("a", 0), ("b", 0)}
+    server = Server(engine := Watched(model, before))
+    assert set(collect(server.generate(requests("a", "b")))) == {("a", 0), ("b", 0)}
     full, late = (answer.result(WAIT_S) for answer in answers)
     assert (
         (full.prompt, full.tokens, full.log_probs) == (late.prompt, late.tokens, late.log_probs) == ((),) * 3

@@ -27,7 +27,7 @@ from verl.engines.base import ModelOutput
 from verl.errors import RolloutError
 from verl.observe.metrics import Metric
 from verl.rollout.base import BatchEngine, Response
-from verl.rollout.samples import ResponseStream
+from verl.rollout.sampler import Sampler
 from verl.workers.group import (
     WorkerGroup,
     mini_batches,
@@ -37,8 +37,8 @@ from verl.workers.roles import (
     ActorRole,
     CriticRole,
     RolloutGap,
-    generate_batch,
     greedy_settings,
+    rollouts_of,
     training_settings,
     validation_settings,
 )
@@ -260,13 +260,10 @@ def settings(n: int) -> Any:
 def test_rows_stand_prompt_by_prompt_whatever_finished_first():
     engine = Backwards()
     heard: list[tuple[int, int]] = []
-    batch = generate_batch(
-        ResponseStream(engine),
-        prompts("2", "1"),
-        settings(3),
-        0,
-        lambda row, response: heard.append((row, response.token_ids[0])),
+    samples = Sampler(engine).collect(
+        prompts("2", "1"), settings(3), lambda row, response: heard.append((row, response.token_ids[0]))
     )
+    batch = rollouts_of(prompts("2", "1"), samples, 3, 0)
     assert batch.batch["responses"].flatten().tolist() == [20, 21, 22, 10, 11, 12]
     assert list(batch.non_tensor_batch["uid"]) == ["2"] * 3 + ["1"] * 3
     assert heard == [(5, 12), (4, 11), (3, 10), (2, 22), (1, 21), (0, 20)]
@@ -278,9 +275,9 @@ def test_rows_stand_prompt_by_prompt_whatever_finished_first():
 def test_unanswered_and_doubled_prompts_are_refused():
     engine = Backwards(leave_out=1)
     with pytest.raises(RolloutError, match="1 of 4 samples unanswered"):
-        generate_batch(ResponseStream(engine), prompts("1", "2"), settings(2), 0)
+        Sampler(engine).collect(prompts("1", "2"), settings(2))
     with pytest.raises(RolloutError, match="share a uid"):
-        generate_batch(ResponseStream(engine), prompts("1", "1"), settings(2), 0)
+        Sampler(engine).collect(prompts("1", "1"), settings(2))
 
 
 class Counting(WorkerGroup):

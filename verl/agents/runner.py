@@ -1,4 +1,4 @@
-"""Drives conversations: a finished turn goes to its session, the session's answer becomes the next request.
+"""Conversations as coroutines: a turn is sampled, its session answers, and the answer becomes part of the next prompt.
 
 Each conversation advances on its own while others generate. The draws are keyed by `uid#sample/turn`, so that they
 depend on seed, uid, sample and turn only, not on how long tools take or on what else runs.
@@ -6,37 +6,34 @@ depend on seed, uid, sample and turn only, not on how long tools take or on what
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import logging
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from queue import Empty, SimpleQueue
+from dataclasses import dataclass, replace
 from typing import Any
 
 from verl.agents.base import Message, Schema, ToolFailed
-from verl.agents.conversation import Conversation, prompt_messages
-from verl.agents.conversation_state import pack_conversations, unpack_conversations
+from verl.agents.conversation import (
+    Conversation,
+    pack_conversations,
+    prompt_messages,
+    unpack_conversations,
+)
 from verl.agents.formats import detect_format, get_format
 from verl.agents.sessions import Answer, Session
 from verl.agents.templates import ChatTurns
-from verl.agents.toolset import KEY, ROUTING_COLUMNS, ROW_FIELDS, Agents, Results
+from verl.agents.toolset import END_S, KEY, ROUTING_COLUMNS, ROW_FIELDS, Agents
 from verl.config.known import TOOL_FORMATS
 from verl.config.sections.data import PromptsConfig
 from verl.config.sections.rollout import MultiTurnConfig
 from verl.data.chat import ChatFormat
 from verl.data.proto import DataProto
 from verl.errors import ConfigError, DataError
-from verl.rollout.base import GenerationSettings, Request, Response, RolloutEngine
-from verl.rollout.requests import SuspendableRequests
-from verl.rollout.samples import Finished, SampleStream, collect_samples, group_names
+from verl.rollout.base import GenerationSettings, Request, RolloutEngine
+from verl.rollout.sampler import Finished, Kept, OnFinish, Sampler
 
 logger = logging.getLogger(__name__)
-
-POLL_S = 0.02
-"""How often answers of tools are looked for while the engine generates."""
-
-OnFinish = Callable[[int, Conversation], None]
-"""Called with the row in the batch and its conversation, as each finishes."""
 
 
 class ConversationRunner:
@@ -49,7 +46,8 @@ class ConversationRunner:
     ) -> None:
         self.cfg = cfg
         self.data = data
-        chat = ChatFormat.of(tokenizer, data)
+        # Of its own: conversations go on in a thread of theirs while others tokenize.
+        chat = ChatFormat.of(copy.deepcopy(tokenizer), data)
         if cfg.tool_response_truncate_side != "middle":
             kept = {"left": "beginning", "right": "end"}[cfg.tool_response_truncate_side]
             name = f"{KEY}.tool_response_truncate_side={cfg.tool_response_truncate_side}"
@@ -120,179 +118,160 @@ class ConversationRunner:
                     "data.apply_chat_template=always for strings that are not templated"
                 )
 
+    def sampler(self, engine: RolloutEngine) -> ConversationSampler:
+        """A new owner of conversations over `engine`."""
+        return ConversationSampler(self, engine)
+
     def run(
         self,
         engine: RolloutEngine,
         prompts: DataProto,
         settings: GenerationSettings,
-        on_finish: OnFinish | None = None,
+        on_finish: Callable[[int, Conversation], None] | None = None,
     ) -> list[Conversation]:
-        """`settings.n` conversations for each prompt, in the order of the prompts whatever finished first."""
-        return collect_samples(ConversationStream(self, engine), prompts, settings, on_finish)
+        """`settings.n` conversations for each prompt, in the order of the prompts whatever finished first; `on_finish`
+        is called with the row in the batch and its conversation."""
+        return self.sampler(engine).collect(prompts, settings, on_finish)
 
 
 @dataclass(eq=False)
 class _Talk:
     """A conversation that has not ended."""
 
-    group: str
     conversation: Conversation
     session: Session
     row: dict[str, Any]
     settings: GenerationSettings
     draw_key: str | None
     """Keys the draws of its turns, where its request ids must be others."""
-    prompt: list[int] = field(default_factory=list)
-    """What the turn that is being generated was asked with."""
-
-    @property
-    def name(self) -> tuple[str, int]:
-        return self.group, self.conversation.sample
 
 
-class ConversationStream(SampleStream):
-    """One conversation per sample. While it is suspended tools go on, and their answers are read after `resume`."""
+class ConversationSampler(Sampler):
+    """One conversation per sample, each a coroutine in the event loop of the tools. While the engine is suspended tools
+    go on, and what they answer is sampled from after `resume`."""
+
+    poll_s = 0.02
 
     def __init__(self, runner: ConversationRunner, engine: RolloutEngine) -> None:
+        super().__init__(engine)
         self.runner, self.agents, self.turns = runner, runner.agents, runner.turns
-        self.engine = engine
         self.split = runner.cfg.history == "split"
-        self.talks: dict[tuple[str, int], _Talk] = {}
-        self.requests = SuspendableRequests(engine)
-        self.asked: dict[str, _Talk] = {}
-        """Whose turn a request is."""
-        self.results: Results = SimpleQueue()
-        """Of sessions; each has its step and its conversation as the key."""
-        self.answers = 0
-        """Sessions at work."""
-        self.ended: list[Finished] = []
-        self.restored: dict[str, dict[int, Conversation]] = {}
+        self.running: set[asyncio.Task[Conversation]] = set()
+        """Used in the event loop's thread only."""
 
-    def add(self, prompts: DataProto, settings: GenerationSettings, prefix: str = "") -> None:
+    def _start(
+        self,
+        prompts: DataProto,
+        settings: GenerationSettings,
+        on_finish: OnFinish,
+        prefix: str,
+        missing: Mapping[str, Iterable[int]],
+    ) -> None:
         stops = dict.fromkeys((*settings.sampling.stop_token_ids, *self.turns.end_token_ids))
         settings = replace(settings, sampling=replace(settings.sampling, stop_token_ids=tuple(stops)))
-        outstanding = {group for group, _ in self.talks} | {finished.group for finished in self.ended}
         columns = prompts.non_tensor_batch
-        added: list[_Talk] = []
-        for number, group in enumerate(group_names(prompts, prefix, outstanding)):
-            uid = str(columns["uid"][number])
-            known = self.restored.pop(group, {})
-            for sample in range(settings.n):
-                if sample in known:
-                    self.ended.append(Finished(group, sample, known[sample]))
-                    continue
-                messages = prompt_messages(columns["raw_prompt"][number])
-                conversation = Conversation(uid, sample, columns["prompt_ids"][number], messages)
+        talks: list[tuple[str, _Talk]] = []
+        for number, (group, samples) in enumerate(missing.items()):
+            uid, ids = str(columns["uid"][number]), columns["prompt_ids"][number]
+            for sample in samples:
+                conversation = Conversation(uid, sample, ids, prompt_messages(columns["raw_prompt"][number]))
                 key, row = f"{uid}#{sample}", row_of(prompts, number)
                 session = Session(self.agents, f"{prefix}{key}", row, seed_key=key)
-                added.append(_Talk(group, conversation, session, row, settings, key if prefix else None))
-        for talk in added:
-            self.talks[talk.name] = talk
-            self.start_session("open", talk, talk.session.open())
+                talks.append((group, _Talk(conversation, session, row, settings, key if prefix else None)))
+        for group, talk in talks:
+            self.agents.loop.call_soon_threadsafe(self._begin, group, talk, on_finish)
 
-    def poll(self, timeout_s: float | None = None) -> list[Finished]:
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while not self.ended and self.talks and not self.requests.suspended:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            self.take_results(left)
-            if self.requests.running:
-                self.take_responses(left)
-            if left == 0.0:
-                break
-        ended, self.ended = self.ended, []
-        return ended
+    def _begin(self, group: str, talk: _Talk, on_finish: OnFinish) -> None:
+        def ended(task: asyncio.Task[Conversation]) -> None:
+            self.running.discard(task)
+            if not task.cancelled():
+                self.post(
+                    lambda: self._end(Finished(group, talk.conversation.sample, task.result()), on_finish)
+                )
 
-    def take_results(self, timeout_s: float | None) -> None:
-        """Go on with conversations whose session has answered; wait for one where there is nothing to generate."""
-        wait = not self.requests.running
-        while True:
-            try:
-                (step, talk), result = self.results.get(wait, timeout_s)
-            except Empty:
-                return
-            wait = False
-            self.answers -= 1
-            self.take_result(step, talk, result)
+        task = self.agents.start(self.run_conversation(talk))
+        self.running.add(task)
+        task.add_done_callback(ended)
 
-    def take_responses(self, timeout_s: float | None) -> None:
-        """Generate. Answers of sessions are looked for every `POLL_S` seconds."""
-        waits = [wait for wait in (timeout_s, POLL_S if self.answers else None) if wait is not None]
-        for response in self.requests.poll(0.0 if self.ended else min(waits, default=None)):
-            self.take_response(self.asked.pop(response.request_id), response)
-
-    def suspend(self) -> None:
-        self.requests.suspend()
-
-    def resume(self) -> None:
-        self.requests.resume()
-
-    def abort(self) -> None:
-        talks = list(self.talks.values())
-        self.talks, self.asked, self.ended, self.restored = {}, {}, [], {}
-        if talks:
-            self.agents.cancel(self.results)
-            self.agents.end(talk.session.end() for talk in talks)
-        self.results, self.answers = SimpleQueue(), 0
-        self.requests.abort()
-        try:
-            self.engine.release([talk.session.key for talk in talks])
-        except Exception as error:  # of an engine that failed; the first error says why
-            logger.debug("releasing conversations: %s", error)
-
-    @property
-    def outstanding(self) -> int:
-        return len(self.talks) + len(self.ended)
+    def abort(self, error: BaseException | None = None) -> None:
+        self.agents.cancel(self.running)
+        super().abort(error)
 
     def pack(self, finished: Sequence[Finished]) -> dict[str, Any]:
         """Finished conversations only: the state of an environment cannot be saved, so that others begin again."""
-        whole = [(each.group, each.result) for each in (*finished, *self.ended)]
-        whole += [(group, each) for group, known in self.restored.items() for each in known.values()]
-        return {"groups": [group for group, _ in whole], **pack_conversations([each for _, each in whole])}
+        conversations = pack_conversations([each.result for each in finished])
+        return {"groups": [each.group for each in finished], **conversations}
 
-    def unpack(self, packed: dict[str, Any], groups: Iterable[str]) -> None:
-        wanted = set(groups)
+    def unpack(self, packed: dict[str, Any], groups: Iterable[str]) -> Kept:
+        wanted, kept = set(groups), Kept()
         for group, conversation in zip(packed["groups"], unpack_conversations(packed), strict=True):
             if group in wanted:
-                self.restored.setdefault(group, {})[conversation.sample] = conversation
+                kept[group, conversation.sample] = conversation, True
+        return kept
 
-    def start_session(self, step: str, talk: _Talk, coroutine: Any) -> None:
-        self.answers += 1
-        self.agents.start((step, talk), coroutine, self.results)
+    # ---- one conversation
 
-    # ---- the steps of a conversation
+    async def run_conversation(self, talk: _Talk) -> Conversation:
+        """From the reset of the environment to its reward."""
+        conversation, session = talk.conversation, talk.session
+        try:
+            conversation.finish_reason = await self.converse(talk)
+            self.engine.release([session.key])
+            try:
+                conversation.environment_reward = await session.close()
+            except ToolFailed as failure:
+                conversation.error = conversation.error or f"the environment gave no reward: {failure.text}"
+        except BaseException:
+            await self._give_up(session)
+            raise
+        return conversation
 
-    def take_result(self, step: str, talk: _Talk, result: Any) -> None:
-        if isinstance(result, BaseException) and not isinstance(result, ToolFailed):
-            raise result
-        if step == "open":
-            self.opened(talk, result)
-        elif step == "respond":
-            assert isinstance(result, Answer)
-            self.answered(talk, result)
-        else:
-            self.closed(talk, result)
+    async def _give_up(self, session: Session) -> None:
+        """What goes wrong is only logged: the run has failed already."""
+        try:
+            self.engine.release([session.key])
+            async with asyncio.timeout(END_S):
+                await session.end()
+        except Exception as problem:
+            logger.debug("ending a conversation: %s", problem)
 
-    def opened(self, talk: _Talk, result: str | ToolFailed | None) -> None:
-        conversation = talk.conversation
-        if isinstance(result, ToolFailed):
-            conversation.error = f"the environment could not be reset: {result.text}"
-            self.finish(talk, "abort")
-            return
-        if result is not None:
-            prompt, limit = self.extended_prompt(talk, result), self.runner.data.max_prompt_length
-            if len(prompt) > limit:
-                conversation.error = (
-                    f"with the text that reset() returned, the prompt has {len(prompt)} tokens; "
-                    f"data.max_prompt_length={limit}"
+    async def converse(self, talk: _Talk) -> str:
+        """Let model and environment speak in turn; why it ended."""
+        conversation, session, sampling = talk.conversation, talk.session, talk.settings.sampling
+        try:
+            opening = await session.open()
+        except ToolFailed as failure:
+            conversation.error = f"the environment could not be reset: {failure.text}"
+            return "abort"
+        if opening is not None and not self.extend_prompt(talk, opening):
+            return "abort"
+        while True:
+            prompt = self.prompt_ids(talk)
+            left = self.tokens_left(talk, len(prompt))
+            if left < 1:
+                return "length"
+            turn = len(conversation.model_turns)
+            response = await self.sample(
+                Request(
+                    f"{session.key}/{turn}",
+                    prompt,
+                    replace(sampling, max_tokens=left),
+                    seed=talk.settings.seed,
+                    prefix_id=session.key,
+                    key=None if talk.draw_key is None else f"{talk.draw_key}/{turn}",
                 )
-                self.finish(talk, "abort")
-                return
-            conversation.prompt_ids = prompt
-        self.submit(talk)
+            )
+            text = self.turns.text(response.token_ids)
+            conversation.add_model_turn(response, text, prompt_ids=prompt if self.split else None)
+            if response.finish_reason != "stop":
+                return response.finish_reason
+            ended = self.take_answer(talk, await session.respond(text, list(conversation.messages)))
+            if ended is not None:
+                return ended
 
-    def extended_prompt(self, talk: _Talk, text: str) -> list[int]:
-        """Add what the environment says at its start to the last message of the prompt."""
-        conversation = talk.conversation
+    def extend_prompt(self, talk: _Talk, opening: str) -> bool:
+        """Add what the environment says at its start to the last message of the prompt; whether it fits."""
+        conversation, limit = talk.conversation, self.runner.data.max_prompt_length
         last = conversation.messages[-1] if conversation.messages else {"role": ""}
         if isinstance(talk.row["prompt"], str):
             last = {"role": ""}
@@ -301,33 +280,17 @@ class ConversationStream(SampleStream):
                 f"the environment of prompt {conversation.uid} adds text to the prompt, which must then be messages "
                 f"that end with the user's; it ends with {last['role'] or 'a string'!r} (data.prompt_key)"
             )
-        joined = f"{last['content']}\n{text}" if last["content"] else text
+        joined = f"{last['content']}\n{opening}" if last["content"] else opening
         conversation.messages[-1] = {**last, "content": joined}
-        return self.turns.prompt(conversation.messages, self.agents.schemas(talk.row))
-
-    def submit(self, talk: _Talk) -> None:
-        """Request the next turn."""
-        conversation, session = talk.conversation, talk.session
-        talk.prompt = prompt = self.prompt_ids(talk)
-        if self.split:
-            most = self.runner.data.max_prompt_length + self.runner.data.max_response_length - len(prompt)
-            left = min(most, talk.settings.sampling.max_tokens)
-        else:
-            left = talk.settings.sampling.max_tokens - len(conversation.token_ids)
-        if left < 1:
-            self.finish(talk, "length")
-            return
-        turn = len(conversation.model_turns)
-        request = Request(
-            f"{session.key}/{turn}",
-            prompt,
-            replace(talk.settings.sampling, max_tokens=left),
-            seed=talk.settings.seed,
-            prefix_id=session.key,
-            key=None if talk.draw_key is None else f"{talk.draw_key}/{turn}",
-        )
-        self.requests.submit([request])
-        self.asked[request.request_id] = talk
+        prompt = self.turns.prompt(conversation.messages, self.agents.schemas(talk.row))
+        if len(prompt) > limit:
+            conversation.error = (
+                f"with the text that reset() returned, the prompt has {len(prompt)} tokens; "
+                f"data.max_prompt_length={limit}"
+            )
+            return False
+        conversation.prompt_ids = prompt
+        return True
 
     def prompt_ids(self, talk: _Talk) -> list[int]:
         """What the next turn is generated from."""
@@ -336,42 +299,37 @@ class ConversationStream(SampleStream):
             return self.turns.prompt(conversation.messages, self.agents.schemas(talk.row))
         return [*conversation.prompt_ids, *conversation.token_ids]
 
-    def take_response(self, talk: _Talk, response: Response) -> None:
-        conversation, session = talk.conversation, talk.session
-        text = self.turns.text(response.token_ids)
-        conversation.add_model_turn(response, text, prompt_ids=talk.prompt if self.split else None)
-        if response.finish_reason != "stop":
-            self.finish(talk, response.finish_reason)
-            return
-        self.start_session("respond", talk, session.respond(text, list(conversation.messages)))
+    def tokens_left(self, talk: _Talk, prompt: int) -> int:
+        """How long the next turn may be after so many tokens."""
+        most = talk.settings.sampling.max_tokens
+        if self.split:
+            data = self.runner.data
+            return min(data.max_prompt_length + data.max_response_length - prompt, most)
+        return most - len(talk.conversation.token_ids)
 
-    def answered(self, talk: _Talk, answer: Answer) -> None:
+    def take_answer(self, talk: _Talk, answer: Answer) -> str | None:
+        """Add what the model's turn was answered with; why the conversation ends, where it does."""
         cfg, conversation = self.runner.cfg, talk.conversation
         conversation.turns[-1].records = answer.records
         if answer.reward is not None:
             conversation.add_reward(answer.reward)
         if answer.error is not None:
             conversation.error = answer.error
-            self.finish(talk, "abort")
-            return
+            return "abort"
         messages = self.messages(answer)
         if answer.done or not messages:
-            self.finish(talk, "stop")
-            return
+            return "stop"
         user_turns = sum(turn.role == "user" for turn in conversation.turns) + (answer.user is not None)
         limit = cfg.max_user_turns
         if len(conversation.model_turns) >= cfg.max_turns or (limit is not None and user_turns > limit):
-            self.finish(talk, "turns")
-            return
-        if self.split:
-            ids: list[int] = []
-        else:
+            return "turns"
+        ids: list[int] = []
+        if not self.split:
             ids = self.turns.after(conversation.token_ids[conversation.turns[-1].start :], messages)
             if len(conversation.token_ids) + len(ids) >= talk.settings.sampling.max_tokens:
-                self.finish(talk, "length")
-                return
+                return "length"
         conversation.add_messages(ids, messages)
-        self.submit(talk)
+        return None
 
     def messages(self, answer: Answer) -> list[Message]:
         """What the model reads next."""
@@ -388,20 +346,6 @@ class ConversationStream(SampleStream):
             self.turns.tool_message(record.name, text, f"call_{number}")
             for number, (record, text) in enumerate(zip(answer.records, texts, strict=True))
         ]
-
-    def finish(self, talk: _Talk, reason: str) -> None:
-        talk.conversation.finish_reason = reason
-        self.engine.release([talk.session.key])
-        self.start_session("close", talk, talk.session.close())
-
-    def closed(self, talk: _Talk, result: float | ToolFailed | None) -> None:
-        conversation = talk.conversation
-        if isinstance(result, ToolFailed):
-            conversation.error = conversation.error or f"the environment gave no reward: {result.text}"
-        else:
-            conversation.environment_reward = result
-        del self.talks[talk.name]
-        self.ended.append(Finished(talk.group, conversation.sample, conversation))
 
 
 def row_of(prompts: DataProto, row: int) -> dict[str, Any]:

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import queue
 import threading
-from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
-from contextlib import suppress
-from typing import Any
+from collections.abc import Collection, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
 
 from verl.agents.base import Schema, ToolCall, ToolProvider
 from verl.agents.formats import ToolFormat
@@ -26,6 +24,7 @@ from verl.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
 KEY = "actor_rollout_ref.rollout.multi_turn"
 SINGLE_TURN = "single_turn_agent"
 _AGENTS = (SINGLE_TURN, "tool_agent")
@@ -34,7 +33,7 @@ ROUTING_COLUMNS = ("environment", "agent_name", "interaction_kwargs", "extra_inf
 """Columns that decide which environment a row's conversation has."""
 ROW_FIELDS = ("prompt", "data_source", "ground_truth", "extra_info")
 """What a row always has, besides the columns of its file."""
-_END_S = 10.0
+END_S = 10.0
 """For conversations that are given up."""
 
 
@@ -58,12 +57,8 @@ class FunctionTools(ToolProvider):
         """`Agents` closes the processes."""
 
 
-Results = queue.SimpleQueue[tuple[Any, Any]]
-"""Where the results of sessions go, each with its key."""
-
-
 class Agents:
-    """Everything conversations talk to, opened once. `start` is called from the thread that generates."""
+    """Everything conversations talk to, opened once, and the event loop they run in."""
 
     def __init__(self, cfg: MultiTurnConfig, tool_format: ToolFormat) -> None:
         self.cfg = cfg
@@ -74,10 +69,9 @@ class Agents:
         self.text_server: TextServer | None = None
         self.providers: list[ToolProvider] = []
         self.processes = ToolProcesses([])
-        self._pending: dict[asyncio.Future[None], Results] = {}
-        """What runs, and where its result goes."""
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="agents", daemon=True)
+        self._conversations: set[asyncio.Task[Any]] = set()
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name="agents", daemon=True)
         self._thread.start()
         try:
             self.wait_for(self._open())
@@ -144,30 +138,25 @@ class Agents:
 
     def close(self) -> None:
         """Disconnect and end processes. Safe to call twice."""
-        if self._loop.is_closed():
+        if self.loop.is_closed():
             return
         self.wait_for(self._close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
-        self._loop.close()
+        self.loop.close()
 
     async def _close(self) -> None:
-        await self._cancel(list(self._pending))
+        await _cancel(self._conversations)
         closing: list[Any] = [*self.providers, self.processes, self.text_server]
         closing += [self.user] if isinstance(self.user, EndpointUser) else []
         for each in closing:
             if each is not None:
                 await each.close()
         # What an interruption left, of which nobody waits for the end.
-        await self._cancel(asyncio.all_tasks() - {asyncio.current_task()})
-
-    async def _cancel(self, tasks: Collection[asyncio.Future[Any]]) -> None:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await _cancel(asyncio.all_tasks() - {asyncio.current_task()})
 
     def wait_for(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         try:
             return future.result()
         except BaseException:  # Ctrl-C, which came while it runs
@@ -248,45 +237,28 @@ class Agents:
                     f"{', '.join(columns)}. Rename the parameter, or give it a default"
                 )
 
-    # ---- running sessions
+    def start(self, conversation: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
+        """In the event loop's thread."""
+        task = self.loop.create_task(conversation)
+        self._conversations.add(task)
+        task.add_done_callback(self._conversations.discard)
+        return task
 
-    def start(self, key: Any, coroutine: Coroutine[Any, Any, Any], results: Results) -> None:
-        """Run `coroutine`; its result, or its exception, is put into `results` with `key`."""
-        self._loop.call_soon_threadsafe(self._start, key, coroutine, results)
-
-    def _start(self, key: Any, coroutine: Coroutine[Any, Any, Any], results: Results) -> None:
-        async def deliver() -> None:
-            try:
-                results.put((key, await coroutine))
-            except BaseException as error:  # whoever waits for the result must get something
-                results.put((key, error))
-                if not isinstance(error, Exception):
-                    raise
-
-        task = self._loop.create_task(deliver())
-        self._pending[task] = results
-        task.add_done_callback(self._pending.pop)
-
-    def cancel(self, results: Results) -> None:
-        """Cancel what runs for `results`."""
+    def cancel(self, tasks: Collection[asyncio.Task[Any]]) -> None:
+        """Cancel these of the event loop, and wait until they have ended."""
 
         async def cancel() -> None:
-            await self._cancel([task for task, owner in self._pending.items() if owner is results])
+            await _cancel(tasks)
 
-        self.wait_for(cancel())
+        if not self.loop.is_closed():
+            self.wait_for(cancel())
 
-    def end(self, endings: Iterable[Coroutine[Any, Any, None]]) -> None:
-        """Run what ends sessions, after `cancel`. What goes wrong is only logged: the run has failed already."""
 
-        async def end() -> None:
-            ending = [asyncio.ensure_future(each) for each in endings]
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_END_S):
-                    for problem in await asyncio.gather(*ending, return_exceptions=True):
-                        if problem is not None:
-                            logger.debug("ending a conversation: %s", problem)
-
-        self.wait_for(end())
+async def _cancel(tasks: Collection[asyncio.Future[Any]]) -> None:
+    tasks = list(tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def agent_name(row: Mapping[str, Any]) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -60,9 +60,30 @@ class Experience(ABC):
     def collect(self, step: int, timer: Timer) -> tuple[DataProto, dict[str, float]]:
         """`data.train_batch_size` prompts with `rollout.n` scored responses each, and metrics of their rewards."""
 
-    @abstractmethod
-    def score(self, prompts: DataProto, settings: GenerationSettings, timer: Timer) -> DataProto:
-        """Generate and score these prompts now, with the current policy (validation)."""
+    def score(
+        self,
+        prompts: DataProto,
+        settings: GenerationSettings,
+        timer: Timer,
+        generate: Callable[..., DataProto] | None = None,
+    ) -> DataProto:
+        """Generate and score these prompts now, with the current policy. Rewards run while other responses are still
+        being generated. `generate`: instead of the workers' own, where others are under way."""
+        repeated, rewards, first = prompts.repeat(settings.n), self.rewards, self.first_index
+        without_score: dict[int, RewardResult] = {}
+
+        def on_finish(row: int, result: Response | Conversation) -> None:
+            failure = submit_reward(rewards, self.tokenizer, repeated, row, first + row, result)
+            if failure is not None:
+                without_score[first + row] = failure
+
+        with timer("gen"):
+            batch = (generate or self.workers.generate)(prompts, settings, on_finish)
+        indices = range(first, first + len(batch))
+        with timer("reward"):
+            wanted = [index for index in indices if index not in without_score] if first else None
+            results = (rewards.collect() if wanted is None else rewards.collect(wanted)) | without_score
+        return self.attach_results(batch, [results[index] for index in indices])
 
     def weights_changed(self, step: int) -> dict[str, float]:
         """The actor was updated in `step`: the rollout engine gets its weights. Returns what the engine reports."""
@@ -117,9 +138,6 @@ class SyncExperience(Experience):
             self._batches = epochs(self.loader)
         return next(self._batches)
 
-    def score(self, prompts: DataProto, settings: GenerationSettings, timer: Timer) -> DataProto:
-        return score_now(self, prompts, settings, timer)
-
     def trained(self, step: int) -> None:
         self._complete = self.loader.state_dict()
 
@@ -135,27 +153,6 @@ class SyncExperience(Experience):
             )
         self.loader.load_state_dict(state["loader"])
         self._batches, self._complete = None, self.loader.state_dict()
-
-
-def score_now(
-    experience: Experience, prompts: DataProto, settings: GenerationSettings, timer: Timer
-) -> DataProto:
-    """Generate and score one round on an idle engine. Rewards run while other responses are still being generated."""
-    repeated, rewards, first = prompts.repeat(settings.n), experience.rewards, experience.first_index
-    without_score: dict[int, RewardResult] = {}
-
-    def on_finish(row: int, result: Response | Conversation) -> None:
-        failure = submit_reward(rewards, experience.tokenizer, repeated, row, first + row, result)
-        if failure is not None:
-            without_score[first + row] = failure
-
-    with timer("gen"):
-        batch = experience.workers.generate(prompts, settings, on_finish)
-    indices = range(first, first + len(batch))
-    with timer("reward"):
-        wanted = [index for index in indices if index not in without_score] if first else None
-        results = (rewards.collect() if wanted is None else rewards.collect(wanted)) | without_score
-    return experience.attach_results(batch, [results[index] for index in indices])
 
 
 def epochs(loader: Iterable[DataProto]) -> Iterator[DataProto]:

@@ -27,8 +27,8 @@ from verl.observe.metrics import Timer
 from verl.observe.token_table import TokenTable
 from verl.trainer import advantage
 from verl.trainer.experience import DynamicSampling
+from verl.trainer.pool_experience import build_experience
 from verl.trainer.setup import resume_note, whole_number
-from verl.trainer.sources import build_experience
 from verl.trainer.validation import sample_rows, validate
 from verl.workers.group import learns_from_data, needs_old_log_probs, sessions_of
 

@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from verl.data.proto import DataProto
-from verl.observe.live import live
+from verl.errors import TrainingHalted
 from verl.observe.metrics import Timer
 from verl.rollout.base import GenerationSettings
-from verl.rollout.samples import Finished, SampleStream
+from verl.rollout.sampler import Finished
 from verl.trainer.admission import Admission
-from verl.trainer.generation_thread import GenerationThread
-from verl.trainer.streaming import VALIDATION, StreamingExperience
+from verl.trainer.experience import Experience, SyncExperience
+from verl.trainer.streaming import CarryOverExperience, StreamingExperience
+
+if TYPE_CHECKING:
+    from verl.config.schema import PPOConfig
+    from verl.data.loader import Loader
+    from verl.reward.base import RewardManager
+    from verl.workers.group import WorkerGroup
+    from verl.workers.roles import OnFinish
+
+logger = logging.getLogger(__name__)
 
 _SHOWN = 4
 
 
 class PoolExperience(StreamingExperience):
-    """A pool generates while the trainer trains.
+    """A pool generates while the trainer trains: a thread drives the sampler. `sampler.changed` guards what its
+    callback and the trainer's thread share.
 
     `fully_async`: weights go to the pool right after an update, between two of its decode steps. `one_step_off`: they
     wait until the batch in progress is complete, so that every batch is drawn by one version."""
@@ -27,26 +40,78 @@ class PoolExperience(StreamingExperience):
         super().__init__(*parts, total_steps=total_steps)
         trainer = self.cfg.trainer
         self.whole_batches = trainer.async_training.mode == "one_step_off" and self.staleness > 0
-        self.thread = GenerationThread(self.workers, self.sample_ended, trainer.watchdog_s)
+        self._thread: threading.Thread | None = None
+        self._closing = False
+        self._error: BaseException | None = None
+        """What ended the thread."""
         self._metrics: dict[str, float] = {}
         self._measured = time.monotonic(), 0.0
-
-    @property
-    def stream(self) -> SampleStream:
-        return self.thread.stream
 
     def new_admission(self, limit: int | None = None) -> Admission:
         # With whole batches one at a time: which prompts run together does not depend on what the clock says.
         one_step = self.cfg.trainer.async_training.mode == "one_step_off"
         return super().new_admission(self.batch_size if one_step else None)
 
-    def add(self, prompts: DataProto, settings: GenerationSettings) -> None:
-        self.thread.add(prompts, settings)
+    # ---- the thread that generates
 
-    def sample_ended(self, finished: Finished) -> None:
-        """In the generation thread."""
-        with self.thread.changed:
-            super().sample_ended(finished)
+    def _generate(self) -> None:
+        error: BaseException = TrainingHalted("generation has ended")
+        try:
+            with self.workers.generating():
+                try:
+                    self.sampler.run(lambda: self._closing, serve=True)
+                finally:
+                    self.sampler.abort()
+        except BaseException as problem:  # raised in the trainer's thread by `wait`
+            error = problem
+        with self.sampler.changed:
+            self._error = error
+            self.sampler.changed.notify_all()
+
+    def on_finish(self, finished: Finished) -> None:
+        with self.sampler.changed:
+            super().on_finish(finished)
+
+    def wait(self, done: Callable[[], bool], describe: Callable[[], str] = lambda: "") -> None:
+        """Until `done()`, asked under the lock after every sample; raises what ended the thread. Where no sample ends
+        for `trainer.watchdog_s`, the log says what is waited for (a process that hangs or dies is an error)."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._generate, name="verl-generation", daemon=True)
+            self._thread.start()
+        notice_s = self.cfg.trainer.watchdog_s
+        with self.sampler.changed:
+            since, ended = time.monotonic(), self.sampler.ended
+            while not done():
+                if self._error is not None:
+                    raise self._error
+                if self.sampler.ended != ended:
+                    since, ended = time.monotonic(), self.sampler.ended
+                elif time.monotonic() - since > notice_s:
+                    since = time.monotonic()
+                    logger.warning(
+                        "the trainer waits for generation: no response has ended for %.0f s. %d samples are "
+                        "outstanding. %s",
+                        notice_s,
+                        self.sampler.outstanding,
+                        describe(),
+                    )
+                self.sampler.changed.wait(min(1.0, notice_s))
+
+    def wait_until_idle(self, *, or_failed: bool = False) -> None:
+        def idle() -> bool:
+            return all(group.complete for group in self.groups.values())
+
+        self.wait(lambda: idle() or (or_failed and self._error is not None))
+
+    def close(self) -> None:
+        """End what is outstanding. Raises nothing."""
+        with self.sampler.changed:
+            self._closing = True
+            self.sampler.changed.notify_all()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    # ---- steps
 
     def collect(self, step: int, timer: Timer) -> tuple[DataProto, dict[str, float]]:
         started = time.monotonic()
@@ -63,7 +128,7 @@ class PoolExperience(StreamingExperience):
         return batch, metrics | found | self._wait_shares(waited)
 
     def start_groups(self) -> None:
-        with self.thread.changed:
+        with self.sampler.changed:
             super().start_groups()
 
     def _wait_for_batch(self, step: int) -> list[str]:
@@ -74,7 +139,7 @@ class PoolExperience(StreamingExperience):
             names = self.admission.take(self.clock)
             return names is not None
 
-        self.thread.wait(done, lambda: f"Step {step} needs {self._missing()}")
+        self.wait(done, lambda: f"Step {step} needs {self._missing()}")
         assert names is not None
         return names
 
@@ -89,11 +154,11 @@ class PoolExperience(StreamingExperience):
     def _wait_shares(self, waited: float) -> dict[str, float]:
         """Of the time since the last batch."""
         (since, idle), now = self._measured, time.monotonic()
-        self._measured = now, self.thread.idle_s
+        self._measured = now, self.sampler.idle_s
         span = max(now - since, 1e-9)
         return {
             "perf/wait_share/trainer": waited / span,
-            "perf/wait_share/generation": (self.thread.idle_s - idle) / span,
+            "perf/wait_share/generation": (self.sampler.idle_s - idle) / span,
         }
 
     def weights_changed(self, step: int) -> dict[str, float]:
@@ -104,25 +169,35 @@ class PoolExperience(StreamingExperience):
     def send_deferred(self) -> None:
         """Send weights that the pool does not have yet; `one_step_off` completes its batch first."""
         if self.whole_batches:
-            self.thread.wait_until_idle()
+            self.wait_until_idle()
         if self.sent != self.workers.policy_version:
             self._metrics |= self.send_weights(self.clock)
 
-    def score_beside(self, prompts: DataProto, settings: GenerationSettings, timer: Timer) -> DataProto:
-        """Beside the training samples that are running."""
-        with timer("gen"):
-            self.send_deferred()
-            self.thread.add(prompts, settings, VALIDATION)
-            live.add("responses_wanted", len(prompts) * settings.n)
-            self.thread.wait(lambda: len(self.validation) == len(prompts) * settings.n)
-        return self.validated(prompts, settings, timer)
+    def generate_beside(
+        self, prompts: DataProto, settings: GenerationSettings, on_finish: OnFinish
+    ) -> DataProto:
+        self.send_deferred()
+        return self.collected(prompts, settings, on_finish, self.wait)
 
     def state_dict(self) -> dict[str, Any]:
         # What ended the thread is raised by the next `collect`: the complete step must be saved first.
         if self.whole_batches:
-            self.thread.wait_until_idle(or_failed=True)
+            self.wait_until_idle(or_failed=True)
         self.collect_scores()  # before: generation goes on meanwhile
-        return self.thread.between_polls(super().state_dict)
+        return self.sampler.call(super().state_dict)
 
-    def close(self) -> None:
-        self.thread.close()
+
+def build_experience(
+    cfg: PPOConfig,
+    workers: WorkerGroup,
+    rewards: RewardManager,
+    tokenizer: Any,
+    loader: Loader,
+    total_steps: int,
+) -> Experience:
+    """The source of batches that `trainer.async_training.mode` names."""
+    parts = (cfg, workers, rewards, tokenizer, loader)
+    mode = cfg.trainer.async_training.mode
+    if mode == "off" or cfg.trainer.val_only:
+        return SyncExperience(*parts)
+    return (CarryOverExperience if mode == "carry_over" else PoolExperience)(*parts, total_steps=total_steps)

@@ -18,24 +18,22 @@ from typing import Any
 
 from verl.agents.conversation import Conversation
 from verl.data.proto import DataProto
-from verl.errors import CheckpointError, RewardError, RolloutError
-from verl.observe.live import live
+from verl.errors import CheckpointError, RewardError
 from verl.observe.metrics import Timer
 from verl.reward.base import RewardResult
 from verl.reward.managers import require_streaming
 from verl.rollout.base import GenerationSettings
-from verl.rollout.samples import Finished, SampleStream, begin_counting, count_finished
+from verl.rollout.sampler import Finished, Kept, begin_counting
 from verl.trainer.admission import Admission
 from verl.trainer.experience import (
     Experience,
     agent_metrics,
     reward_metrics,
-    score_now,
     submit_reward,
 )
 from verl.trainer.prompt_queue import PromptQueue
 from verl.trainer.setup import whole_number
-from verl.workers.roles import rollouts_of, training_settings
+from verl.workers.roles import OnFinish, rollouts_of, training_settings
 
 logger = logging.getLogger(__name__)
 
@@ -92,20 +90,21 @@ class StreamingExperience(Experience):
         """Those of the batch being trained."""
         self.sent = self.workers.policy_version
         """The version of the weights the rollout engine has."""
-        self.validation: dict[tuple[str, int], Any] = {}
-        """Finished samples of validation, by prompt and sample."""
         self.started = 0
         """Groups, over the whole run."""
         self.restored: dict[str, int] = {}
         """The numbers of a checkpoint's groups, which have to be started again."""
         self.scores: dict[tuple[str, int], RewardResult] = {}
-        """Of a checkpoint's finished samples, by group and sample, until these come out of the stream."""
+        """Of a checkpoint's finished samples, by group and sample, until these are delivered."""
+        self.kept: Kept = {}
+        """A checkpoint's samples, until their groups are started again."""
         self._reward_failure: RewardError | None = None
         self.call_metrics()  # those made before training
         self._calls = 0.0
         """Of reward functions for training samples, counted before a validation."""
         # Of its own: another thread decodes while this one does.
         self.decoder = copy.deepcopy(self.tokenizer)
+        self.sampler = self.workers.sampler()
 
     def new_admission(self, limit: int | None = None) -> Admission:
         """`limit`: prompts in progress at most."""
@@ -114,10 +113,6 @@ class StreamingExperience(Experience):
         return Admission(self.batch_size, self.staleness, window=window, total=self.total, limit=limit)
 
     # ---- groups
-
-    @abstractmethod
-    def add(self, prompts: DataProto, settings: GenerationSettings) -> None:
-        """Start samples of these prompts."""
 
     def start_groups(self) -> None:
         """Start as many prompts as admission allows, in the order of the data."""
@@ -149,6 +144,7 @@ class StreamingExperience(Experience):
             if uid not in numbers:
                 numbers[uid], self.started = self.started, self.started + 1
         self.submit([Group(p, numbers[uid], [None] * self.n) for p, uid in zip(prompts, uids, strict=True)])
+        self.kept = {}
 
     def submit(self, groups: Sequence[Group]) -> None:
         """Start these groups. The seed of a group is that of the step it belongs to if every batch is in order."""
@@ -159,7 +155,8 @@ class StreamingExperience(Experience):
             self.groups[_uid(group.prompt)] = group
         for step, members in by_step.items():
             prompts = DataProto.concat([group.prompt for group in members])
-            self.add(prompts, training_settings(rollout, longest, step))
+            settings = training_settings(rollout, longest, step)
+            self.sampler.add(prompts, settings, self.on_finish, kept=self.kept)
 
     def on_finish(self, finished: Finished) -> None:
         """A training sample ended: its reward is computed while others are generated."""
@@ -195,51 +192,43 @@ class StreamingExperience(Experience):
             for sample, result in group.results.items()
         }
         indices = [group.number * self.n + sample for group in groups for sample in range(self.n)]
-        batch = self.scored(batch, indices, known, timer)
+        with timer("reward"):
+            results = self.rewards.collect([index for index in indices if index not in known]) | known
+        batch = self.attach_results(batch, [results[index] for index in indices])
         calls = self.call_metrics()
         if calls:
             calls["reward/calls"] += self._calls
             self._calls = 0.0
         return batch, agent_metrics(batch) | reward_metrics(batch) | calls
 
-    def score(self, prompts: DataProto, settings: GenerationSettings, timer: Timer) -> DataProto:
+    def score(
+        self,
+        prompts: DataProto,
+        settings: GenerationSettings,
+        timer: Timer,
+        generate: Callable[..., DataProto] | None = None,
+    ) -> DataProto:
         self._calls += self.call_metrics().get("reward/calls", 0.0)
-        batch = self.score_beside(prompts, settings, timer)
+        batch = super().score(prompts, settings, timer, generate or self.generate_beside)
         self.call_metrics()  # those of validation belong to no step
         return batch
 
     @abstractmethod
-    def score_beside(self, prompts: DataProto, settings: GenerationSettings, timer: Timer) -> DataProto:
-        """As `score`, while groups are ahead of training."""
-
-    def sample_ended(self, finished: Finished) -> None:
-        """A sample of training or of validation."""
-        count_finished([finished])
-        if finished.group.startswith(VALIDATION):
-            self.validation[finished.group, finished.sample] = finished.result
-        else:
-            self.on_finish(finished)
-
-    def validated(self, prompts: DataProto, settings: GenerationSettings, timer: Timer) -> DataProto:
-        """The scored batch of validation samples that have all ended."""
-        found, self.validation = self.validation, {}
-        uids = [VALIDATION + str(uid) for uid in prompts.non_tensor_batch["uid"]]
-        samples = [found[uid, sample] for uid in uids for sample in range(settings.n)]
-        batch = rollouts_of(prompts, samples, settings.n, self.workers.pad_token_id)
-        repeated, failures = prompts.repeat(settings.n), {}
-        indices = [self.first_index + row for row in range(len(samples))]
-        for row, (index, sample) in enumerate(zip(indices, samples, strict=True)):
-            failure = submit_reward(self.rewards, self.tokenizer, repeated, row, index, sample)
-            if failure is not None:
-                failures[index] = failure
-        return self.scored(batch, indices, failures, timer)
-
-    def scored(
-        self, batch: DataProto, indices: list[int], known: dict[int, RewardResult], timer: Timer
+    def generate_beside(
+        self, prompts: DataProto, settings: GenerationSettings, on_finish: OnFinish
     ) -> DataProto:
-        with timer("reward"):
-            results = self.rewards.collect([index for index in indices if index not in known]) | known
-        return self.attach_results(batch, [results[index] for index in indices])
+        """As the workers' `generate`, while groups are ahead of training."""
+
+    def collected(
+        self,
+        prompts: DataProto,
+        settings: GenerationSettings,
+        on_finish: OnFinish,
+        run: Callable[[Callable[[], bool]], None],
+    ) -> DataProto:
+        """Samples of validation beside those of training."""
+        samples = self.sampler.collect(prompts, settings, on_finish, VALIDATION, run)
+        return rollouts_of(prompts, samples, settings.n, self.workers.pad_token_id)
 
     # ---- steps, weights and checkpoints
 
@@ -293,7 +282,7 @@ class StreamingExperience(Experience):
             "admission": self.admission.state_dict(),
             "numbers": {name: group.number for name, group in self.groups.items()},
             "started": self.started,
-            "samples": self.stream.pack(finished),
+            "samples": self.sampler.pack(finished),
             "scores": [
                 [name, sample, result.score, result.extra, result.error]
                 for name, group in self.groups.items()
@@ -307,7 +296,8 @@ class StreamingExperience(Experience):
         self.clock = self.synced = whole_number(state, "step")
         self.sent = whole_number(state, "policy_version")
         self.queue.load_state_dict({name: state[name] for name in ("loader", "trained") if name in state})
-        self.groups, self.taken, self.restored, self.scores, self._calls = {}, [], {}, {}, 0.0
+        self.groups, self.taken, self.restored, self.scores, self.kept = {}, [], {}, {}, {}
+        self._calls = 0.0
         ahead = state.get("ahead")
         if ahead is None:
             self.admission.load_state_dict({"clock": self.clock, "groups": []})
@@ -318,23 +308,14 @@ class StreamingExperience(Experience):
             self.admission.fail(name)  # until its samples come out of the checkpoint
         self.started, self.restored = whole_number(ahead, "started"), dict(ahead["numbers"])
         groups = self.admission.groups()
-        self.stream.unpack(ahead["samples"], groups)
+        self.kept = self.sampler.unpack(ahead["samples"], groups)
         self.scores = saved_scores(ahead.get("scores", []), groups)
         self._calls = float(ahead.get("calls", 0.0))
-
-    @property
-    @abstractmethod
-    def stream(self) -> SampleStream:
-        """The samples being generated."""
 
 
 class CarryOverExperience(StreamingExperience):
     """More prompts than a batch are started; when a batch of them is complete the others stop, and continue first in
     the next step."""
-
-    def __init__(self, *parts: Any, total_steps: int) -> None:
-        super().__init__(*parts, total_steps=total_steps)
-        self._stream: SampleStream | None = None
 
     def state_dict(self) -> dict[str, Any]:
         self.collect_scores()
@@ -344,15 +325,6 @@ class CarryOverExperience(StreamingExperience):
         share = self.cfg.trainer.async_training.over_sampling
         return super().new_admission(math.ceil(self.batch_size * (1 + share)))
 
-    @property
-    def stream(self) -> SampleStream:
-        if self._stream is None:
-            self._stream = self.workers.samples()
-        return self._stream
-
-    def add(self, prompts: DataProto, settings: GenerationSettings) -> None:
-        self.stream.add(prompts, settings)
-
     def collect(self, step: int, timer: Timer) -> tuple[DataProto, dict[str, float]]:
         names: list[str] | None = None
 
@@ -361,45 +333,35 @@ class CarryOverExperience(StreamingExperience):
             names = self.admission.take(self.clock)
             return names is not None
 
-        with timer("gen"), self.running():
+        with timer("gen"), self.generating():
             self.start_groups()
-            self.generate_until(complete)
+            self.sampler.run(complete)
         assert names is not None
         return self.batch_of(names, timer)
 
     @contextmanager
-    def running(self) -> Iterator[None]:
+    def generating(self) -> Iterator[None]:
         """Samples are generated inside this block, and suspended at its end."""
         with self.workers.generating():
             try:
-                self.stream.resume()
+                self.sampler.resume()
                 yield
-                self.stream.suspend()
+                self.sampler.suspend()
             except BaseException:
-                self.stream.abort()
+                self.sampler.abort()
                 raise
 
-    def generate_until(self, done: Callable[[], bool]) -> None:
-        while not done():
-            ended = self.stream.poll()
-            if not ended:
-                raise RolloutError(f"generation ended with {self.stream.outstanding} samples unanswered")
-            for finished in ended:
-                self.sample_ended(finished)
-
-    def score_beside(self, prompts: DataProto, settings: GenerationSettings, timer: Timer) -> DataProto:
+    def generate_beside(
+        self, prompts: DataProto, settings: GenerationSettings, on_finish: OnFinish
+    ) -> DataProto:
         if self.workers.agents is None:  # on the engine, which is idle between steps
-            return score_now(self, prompts, settings, timer)
+            return self.workers.generate(prompts, settings, on_finish)
         # Conversations in progress hold places that validation may need: they go on beside it.
-        with timer("gen"), self.running():
-            self.stream.add(prompts, settings, VALIDATION)
-            live.add("responses_wanted", len(prompts) * settings.n)
-            self.generate_until(lambda: len(self.validation) == len(prompts) * settings.n)
-        return self.validated(prompts, settings, timer)
+        with self.generating():
+            return self.collected(prompts, settings, on_finish, self.sampler.run)
 
     def close(self) -> None:
-        if self._stream is not None:
-            self._stream.abort()
+        self.sampler.abort()
 
 
 def saved_scores(rows: Any, groups: Collection[str]) -> dict[tuple[str, int], RewardResult]:

@@ -16,11 +16,11 @@ from verl.data.chat import load_tokenizer
 from verl.data.proto import DataProto, object_column
 from verl.errors import ConfigError, RewardError
 from verl.rollout import build_rollout
-from verl.rollout.samples import ResponseStream
+from verl.rollout.sampler import Sampler
 from verl.workers.group import mini_batches
 from verl.workers.local import pad_id
 from verl.workers.placement import build_reward_model
-from verl.workers.roles import ActorRole, generate_batch, training_settings
+from verl.workers.roles import ActorRole, rollouts_of, training_settings
 
 if TYPE_CHECKING:
     from torch import nn
@@ -174,7 +174,8 @@ class RolloutWorker:
         settings = training_settings(
             self.cfg.actor_rollout_ref.rollout, self.cfg.data.max_response_length, self._calls
         )
-        out = generate_batch(ResponseStream(self._engine), batch, settings, pad_id(self.tokenizer))
+        samples = Sampler(self._engine).collect(batch, settings)
+        out = rollouts_of(batch, samples, settings.n, pad_id(self.tokenizer))
         return with_texts(out, self.tokenizer, settings.sampling)
 
     def close(self) -> None:

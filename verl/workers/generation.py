@@ -18,10 +18,10 @@ from verl.config.schema import RolloutConfig
 from verl.models.loading import load_causal_lm, parameter_dtype
 from verl.models.lora import merge_adapter
 from verl.rollout import build_rollout
-from verl.workers.generation_stream import RolloutServer
 from verl.workers.local import choose_device
 from verl.workers.placement import require_ray
 from verl.workers.rank import RankSetup, prepare_process
+from verl.workers.rollout_server import RolloutServer
 
 if TYPE_CHECKING:
     from torch import nn

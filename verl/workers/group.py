@@ -24,8 +24,8 @@ from verl.data.proto import DataProto
 from verl.observe.live import Snapshot
 from verl.observe.metrics import Metric, Timer, average_metrics
 from verl.rollout.base import GenerationSettings
-from verl.rollout.samples import ResponseStream, SampleStream
-from verl.workers.roles import Kept, OnFinish, generate_batch, joined_outputs
+from verl.rollout.sampler import Sampler
+from verl.workers.roles import Kept, OnFinish, joined_outputs, rollouts_of
 from verl.workers.shard_batch import TOKEN_ROW
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 class WorkerGroup(ABC):
     """The roles of one run."""
 
+    rollout: RolloutEngine
+
     def __init__(self, cfg: PPOConfig) -> None:
         self.cfg = cfg
         self.roles = roles_of(cfg)
@@ -48,9 +50,11 @@ class WorkerGroup(ABC):
         self.agents: ConversationRunner | None = None
         """Set where responses are conversations of several turns."""
 
-    @abstractmethod
-    def samples(self) -> SampleStream:
-        """A new stream of samples over the rollout engine; polled inside `generating`."""
+    def sampler(self) -> Sampler:
+        """A new owner of requests to the rollout engine, driven inside `generating`."""
+        if self.agents is None:
+            return Sampler(self.rollout)
+        return self.agents.sampler(self.rollout)
 
     @abstractmethod
     def generating(self) -> AbstractContextManager[None]:
@@ -61,7 +65,8 @@ class WorkerGroup(ABC):
     ) -> DataProto:
         """`settings.n` responses for each prompt from the current policy; `on_finish` is called as each finishes."""
         with self.generating():
-            return generate_batch(self.samples(), prompts, settings, self.pad_token_id, on_finish)
+            samples = self.sampler().collect(prompts, settings, on_finish)
+        return rollouts_of(prompts, samples, settings.n, self.pad_token_id)
 
     @abstractmethod
     def forward(self, role: str, batch: DataProto, columns: Sequence[str]) -> DataProto:
@@ -226,15 +231,6 @@ class WorkerGroup(ABC):
             int(np.random.SeedSequence(key).generate_state(1)[0])
         )
         return dict(prepare(**{name: offered[name] for name in offered if takes_all or name in parameters}))
-
-
-def samples_over(engine: RolloutEngine, agents: ConversationRunner | None) -> SampleStream:
-    """A new stream over `engine`: of conversations where `agents` is given."""
-    if agents is None:
-        return ResponseStream(engine)
-    from verl.agents.runner import ConversationStream  # not needed in a run without conversations
-
-    return ConversationStream(agents, engine)
 
 
 def sessions_of(batch: DataProto) -> Sessions:

@@ -21,8 +21,7 @@ from verl.observe.batch_metrics import ModelSize
 from verl.observe.metrics import Metric
 from verl.observe.profiling import profiled
 from verl.rollout import build_rollout
-from verl.rollout.samples import SampleStream
-from verl.workers.group import WorkerGroup, samples_over
+from verl.workers.group import WorkerGroup
 from verl.workers.own_loss import LossFunction, engine_loss
 from verl.workers.roles import ActorRole, Kept, RoleWorker
 
@@ -155,9 +154,6 @@ class LocalGroup(WorkerGroup):
             watchdog_s=self.cfg.trainer.watchdog_s,
             run_folder=self._run_folder,
         )
-
-    def samples(self) -> SampleStream:
-        return samples_over(self.rollout, self.agents)
 
     @contextmanager
     def generating(self) -> Iterator[None]:

@@ -26,10 +26,9 @@ from verl.data.proto import DataProto
 from verl.observe.batch_metrics import ModelSize
 from verl.observe.live import Snapshot
 from verl.observe.metrics import Metric, reduce_metrics
-from verl.rollout.samples import SampleStream
 from verl.rollout.weight_sync.fingerprint import compare
 from verl.rollout.weight_sync.probe import ProbeCheck, worst
-from verl.workers.group import WorkerGroup, samples_over
+from verl.workers.group import WorkerGroup
 from verl.workers.local import pad_id
 from verl.workers.rank import JoinedRank, RankSetup
 from verl.workers.ray_calls import RankCalls
@@ -95,7 +94,7 @@ class RayGroup(WorkerGroup):
         except BaseException:
             self._end(ask=False)
             raise
-        self.rollout = self._rollout_engine()
+        self.rollout: RayRollout = self._rollout_engine()
         self.pad_token_id = pad_id(tokenizer)
 
     def _start_actors(self) -> None:
@@ -133,9 +132,6 @@ class RayGroup(WorkerGroup):
         return info.size
 
     # -- what the loop asks for ---------------------------------------------------------------------------------
-
-    def samples(self) -> SampleStream:
-        return samples_over(self.rollout, self.agents)
 
     def generating(self) -> AbstractContextManager[None]:
         return self.rollout.kept_open()

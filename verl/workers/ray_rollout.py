@@ -5,6 +5,7 @@ The tokens of a request do not depend on the rank that generates them, because e
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,9 +18,9 @@ from ray.exceptions import RayError
 from verl.errors import RolloutError
 from verl.observe.live import live
 from verl.rollout.base import Request, Response, RolloutEngine, RolloutStats
-from verl.workers.generation_stream import RolloutServer
 from verl.workers.ray_calls import STATUS_S, RankCalls
 from verl.workers.request_scheduler import RequestScheduler
+from verl.workers.rollout_server import RolloutServer
 
 ABORT_S = 5.0
 """How long a healthy rank takes at most to answer an abort; one that does not is noticed by `poll`."""
@@ -37,10 +38,14 @@ class RayRollout(RolloutEngine):
     def __init__(self, calls: RankCalls, max_num_seqs: int, *, hosts: Sequence[int], colocated: bool) -> None:
         self._calls = calls
         self._hosts, self._colocated = list(hosts), colocated
+        self._lock = threading.RLock()
+        """Held while requests and aborts are sent: a rank hears of them in this order."""
         self._scheduler = RequestScheduler(self._hosts, max_num_seqs)
+        self._submissions: Counter[int] = Counter()
+        """Sent to each rank so far."""
+        self._aborted: list[Response] = []
+        """Answers to requests that were aborted before a rank had them."""
         self._streams: dict[Any, int] = {}
-        self._submits: dict[Any, tuple[int, list[Request]]] = {}
-        """Requests sent to a running stream that has not confirmed them."""
         self._open = self._held = False
         self._heard = 0.0
         self._version = 0
@@ -50,7 +55,8 @@ class RayRollout(RolloutEngine):
     # -- requests -----------------------------------------------------------------------------------------------
 
     def submit(self, requests: Iterable[Request]) -> None:
-        self._scheduler.submit(list(requests))
+        with self._lock:
+            self._scheduler.submit(list(requests))
 
     def poll(self, timeout_s: float | None = None) -> list[Response]:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -58,67 +64,61 @@ class RayRollout(RolloutEngine):
             self._heard = time.monotonic()  # streams that are to end have not been looked at since
         try:
             while True:
-                responses = self._scheduler.take_cancelled(self._version)
-                self.dispatch()
-                live.set("sequences_waiting", self._scheduler.waiting())  # at no rank yet
-                # A stream may have ended while requests were on their way to it: they come back and are sent again.
-                if not self._streams and not self._submits:
+                with self._lock:
+                    responses, self._aborted = self._aborted, []
+                    self.dispatch()
+                live.set("sequences_waiting", self._scheduler.waiting)  # at no rank yet
+                if not self._streams:
                     return responses
                 left = SUBMIT_S if deadline is None else max(0.0, min(SUBMIT_S, deadline - time.monotonic()))
                 responses += self._receive(0.0 if responses else left)
                 if self._idle():
                     # All is answered: the streams end now, those of a pool after a weight sync that is in progress.
-                    while self._colocated and (self._streams or self._submits):
+                    while self._colocated and self._streams:
                         self._receive(SUBMIT_S)
                     if not self._held:
                         self._close_generation()
                 if responses or (deadline is not None and time.monotonic() >= deadline):
                     return responses
         except BaseException:
-            self._scheduler.clear()
-            self._streams, self._submits = {}, {}
+            with self._lock:
+                self._scheduler.clear()
+            self._streams, self._aborted = {}, []
             raise
 
     def dispatch(self) -> None:
-        """Send what ranks can take: with a new stream, or into the one that runs."""
+        """Send what ranks can take, and open the streams in which they answer."""
         batches = self._scheduler.dispatch()
         if batches and not self._open:
             if self._colocated:
                 self._calls.all(RolloutServer.do_open_generation)
             self._open, self.answered = True, Counter()
-        running = set(self._streams.values())
-        for rank, (number, requests) in batches.items():
+        for rank, requests in batches.items():
+            self._calls.control(rank, RolloutServer.control_submit, requests)
+            self._submissions[rank] += 1
             self._heard = time.monotonic()
-            if rank in running:
-                sent = self._calls.control(rank, RolloutServer.control_submit, number, requests)
-                self._submits[sent] = rank, requests
-            else:
-                stream = self._calls.open_stream(rank, RolloutServer.do_generate, number, requests)
+        running = set(self._streams.values())
+        for rank, load in self._scheduler.loads.items():
+            if load and rank not in running:
+                stream = self._calls.open_stream(rank, RolloutServer.do_generate, self._submissions[rank])
                 self._streams[stream] = rank
+                self._heard = time.monotonic()
 
     def _idle(self) -> bool:
-        return not self._scheduler.waiting() and not any(self._scheduler.loads().values())
+        with self._lock:
+            return self._scheduler.idle and not self._aborted
 
     def _receive(self, timeout_s: float) -> list[Response]:
-        pending = {**self._streams, **{ref: rank for ref, (rank, _) in self._submits.items()}}
-        found: list[Response] = []
-        for ref in self._calls.ready("generate", pending, timeout_s, self._heard):
+        received: list[Response] = []
+        for stream in self._calls.ready("generate", self._streams, timeout_s, self._heard):
             self._heard = time.monotonic()
-            if ref in self._submits:
-                rank, requests = self._submits.pop(ref)
-                try:
-                    accepted = ray.get(ref)
-                except RayError as error:
-                    self._calls.fail("generate", rank, error, self._streams)
-                if not accepted:  # its stream had just ended
-                    self._scheduler.returned(rank, requests)
-                continue
-            rank = self._streams[ref]
-            for responses in self._calls.read_stream(RolloutServer.do_generate, ref, self._streams):
-                self._scheduler.answered(rank, responses)
+            rank = self._streams[stream]
+            for responses in self._calls.read_stream(RolloutServer.do_generate, stream, self._streams):
+                with self._lock:
+                    self._scheduler.answered(rank, len(responses))
                 self.answered[rank] += len(responses)
-                found += responses
-        return found
+                received += responses
+        return received
 
     @contextmanager
     def kept_open(self) -> Iterator[None]:
@@ -129,7 +129,7 @@ class RayRollout(RolloutEngine):
             yield
         finally:
             self._held = False
-            if not self._colocated or (not self._streams and not self._submits):
+            if not self._colocated or not self._streams:
                 self._close_generation()
 
     def _close_generation(self) -> None:
@@ -143,29 +143,34 @@ class RayRollout(RolloutEngine):
         return self._calls.broken or any(peer.broken for peer in self._calls.peers)
 
     def abort(self, request_ids: Iterable[str] | None = None) -> None:
-        running = self._scheduler.cancel(None if request_ids is None else list(request_ids))
-        number = self._scheduler.last_number()
-        asked = [
-            self._calls.control(rank, RolloutServer.control_abort, number, names)
-            for rank, names in running.items()
-        ]
-        answers = _answers(asked, ABORT_S)
-        if not all(answers):
+        named = None if request_ids is None else list(request_ids)
+        with self._lock:
+            self._aborted += [
+                Response(request.request_id, sample, [], [], "abort", self._version)
+                for request in self._scheduler.cancel(None if named is None else set(named))
+                for sample in range(request.n)
+            ]
+            busy = [rank for rank, load in self._scheduler.loads.items() if load]
+            refs = [self._calls.control(rank, RolloutServer.control_abort, named) for rank in busy]
+        if not all(_answers(refs, ABORT_S)):
             raise NotImplementedError(
                 "the ranks' engine cannot abort what it has started; waiting requests are aborted"
             )
 
     def release(self, prefix_ids: Iterable[str]) -> None:
-        for rank, names in self._scheduler.release(list(prefix_ids)).items():
-            self._calls.control(rank, RolloutServer.control_release, names)
+        with self._lock:
+            for rank, names in self._scheduler.release(list(prefix_ids)).items():
+                self._calls.control(rank, RolloutServer.control_release, names)
 
     def stats(self) -> RolloutStats:
         """Sums over the ranks that answer in time."""
-        total = RolloutStats(running=sum(self._scheduler.loads().values()), waiting=self._scheduler.waiting())
+        with self._lock:
+            waiting = self._scheduler.waiting + len(self._aborted)
+            total = RolloutStats(running=sum(self._scheduler.loads.values()), waiting=waiting)
         if self._broken():
             return total
-        asked = [self._calls.control(rank, RolloutServer.control_stats) for rank in self._hosts]
-        for each in _answers(asked, STATUS_S):
+        refs = [self._calls.control(rank, RolloutServer.control_stats) for rank in self._hosts]
+        for each in _answers(refs, STATUS_S):
             total.kv_blocks_used += each.kv_blocks_used
             total.kv_blocks += each.kv_blocks
             total.generated_tokens += each.generated_tokens
@@ -180,19 +185,20 @@ class RayRollout(RolloutEngine):
         self._version = version
         if self._colocated:
             # Elsewhere conversations may be running, and what their ranks have kept since is released by rank.
-            self._scheduler.forget_prefixes()
+            with self._lock:
+                self._scheduler.forget_prefixes()
 
     def update_weights(self, source: Any, version: int) -> None:
         raise RolloutError("engines on Ray take weights from their ranks; use WorkerGroup.sync_weights")
 
 
 def _answers(refs: list[Any], timeout_s: float) -> list[Any]:
-    """The answers of ranks that give one in time; a dead rank is noticed by `poll`."""
+    """Of ranks that answer in time; a dead rank is noticed by `poll`."""
     answered, _ = ray.wait(refs, num_returns=len(refs), timeout=timeout_s) if refs else ([], [])
-    found = []
+    values = []
     for ref in answered:
         try:
-            found.append(ray.get(ref))
+            values.append(ray.get(ref))
         except RayError:
             continue
-    return found
+    return values

@@ -18,7 +18,6 @@ from verl.errors import ModelError
 from verl.models.distillation import Teacher
 from verl.observe.metrics import Metric
 from verl.rollout.base import GenerationSettings, SamplingParams
-from verl.rollout.samples import SampleStream, collect_samples
 from verl.workers.shard_batch import TOKEN_ROW
 
 if TYPE_CHECKING:
@@ -372,18 +371,6 @@ def _sampling(cfg: RolloutConfig, max_tokens: int, **changes: Any) -> SamplingPa
         "raw_log_probs": cfg.raw_log_probs,
     }
     return SamplingParams(max_tokens=max_tokens, **{**settings, **changes})
-
-
-def generate_batch(
-    stream: SampleStream,
-    prompts: DataProto,
-    settings: GenerationSettings,
-    pad_token_id: int,
-    on_finish: OnFinish | None = None,
-) -> DataProto:
-    """`settings.n` rows for each prompt, in the order of the prompts."""
-    samples = collect_samples(stream, prompts, settings, on_finish)
-    return rollouts_of(prompts, samples, settings.n, pad_token_id)
 
 
 def rollouts_of(prompts: DataProto, samples: Sequence[Any], n: int, pad_token_id: int) -> DataProto:

@@ -21,9 +21,9 @@ from verl.rollout.base import RolloutEngine
 from verl.rollout.source import as_source
 from verl.rollout.weight_sync.broadcast import Broadcast, ReceivedWeights, SyncReport, load_into, report
 from verl.rollout.weight_sync.fingerprint import Manifest
-from verl.workers.generation_stream import RolloutServer
 from verl.workers.local import choose_device
 from verl.workers.rank import RankSetup, collective_timeout_s, prepare_process
+from verl.workers.rollout_server import RolloutServer
 
 if TYPE_CHECKING:
     from torch import nn
@@ -38,7 +38,6 @@ class RolloutRank(RolloutServer):
     """One engine, on one GPU or on several that share a copy of the model."""
 
     role = ROLE
-    _version = 0
     _engine: RolloutEngine | None = None
     _module: nn.Module | None = None
     _source: WeightSource | None = None
@@ -52,9 +51,6 @@ class RolloutRank(RolloutServer):
 
     def rollout_engine(self) -> RolloutEngine:
         return self.engine
-
-    def weights_version(self) -> int:
-        return self._version
 
     def do_build(self, setup: RankSetup[PPOConfig], info: ModelInfo, adapter: Any) -> None:
         """Start the engine; its weights come with the first sync. `adapter` is peft's description of the LoRA
@@ -139,7 +135,6 @@ class RolloutRank(RolloutServer):
         else:
             received = self._load_received()
             self.engine.update_weights(self._source, version)
-        self._version = version
         return report(
             self.engine,
             received,
@@ -147,7 +142,7 @@ class RolloutRank(RolloutServer):
             max_length=rollout.max_model_len,
             precision=self._info.dtype if rollout.dtype == "auto" else rollout.dtype,
             max_running=rollout.max_num_seqs,
-            keep=self._stream.keep,
+            keep=self.sampler.deliver,
         )
 
     def _load_received(self) -> Manifest:

@@ -31,10 +31,10 @@ from verl.rollout.model_info import ModelInfo, model_info
 from verl.rollout.weight_sync.broadcast import SENDER, Broadcast
 from verl.rollout.weight_sync.fingerprint import Manifest
 from verl.runtime import environment
-from verl.workers.generation_stream import RolloutServer
 from verl.workers.local import LocalGroup
 from verl.workers.own_loss import LossFunction
 from verl.workers.rank import JoinedRank, RankSetup, collective_timeout_s
+from verl.workers.rollout_server import RolloutServer
 from verl.workers.shard_batch import Arrays, from_arrays, to_arrays
 
 if TYPE_CHECKING:
@@ -233,9 +233,6 @@ class TrainRank(JoinedRank, RolloutServer):
 
     def rollout_engine(self) -> RolloutEngine:
         return self.group.rollout
-
-    def weights_version(self) -> int:
-        return self.group.policy_version
 
     # -- forward passes and updates -----------------------------------------------------------------------------
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from tests.agents.conversations import WORLD, Talk, by_name, settings_of
+from tests.rollout.collected import Collected
 from verl.agents.conversation import Conversation
-from verl.agents.runner import ConversationStream
 from verl.checkpoint.state import decode, encode
 from verl.errors import RolloutError
 from verl.rollout.base import GenerationSettings, SamplingParams
-from verl.rollout.samples import Finished
+from verl.rollout.sampler import Finished
 
 SETTINGS = GenerationSettings(SamplingParams(max_tokens=900), n=2, seed=3)
 GATED = WORLD.replace(
@@ -52,11 +52,8 @@ def fresh(talk: Talk) -> Talk:
     return talk
 
 
-def drain(stream: ConversationStream) -> list[Finished]:
-    found: list[Finished] = []
-    while stream.outstanding:
-        found += stream.poll()
-    return found
+def collected(talk: Talk) -> Collected:
+    return Collected(talk.sampler())
 
 
 def contents(found: list[Finished]) -> dict[str, Any]:
@@ -71,25 +68,22 @@ def whole(talk: Talk, *numbers: int) -> dict[str, Any]:
 def test_conversations_added_while_others_run_are_the_same(fresh: Talk) -> None:
     expected = whole(fresh, 0, 1, 2)
     fresh.requests.clear()
-    stream = fresh.stream()
-    found: list[Finished] = []
+    talks = collected(fresh)
     for number in (2, 0, 1):
-        stream.add(fresh.prompts([number]), SETTINGS)
+        talks.add(fresh.prompts([number]), SETTINGS)
         with pytest.raises(RolloutError, match=f"'p{number}' are being generated already"):
-            stream.add(fresh.prompts([number]), SETTINGS)
-        for _ in range(5):
-            found += stream.poll(0.01)
-    assert contents([*found, *drain(stream)]) == expected
-    assert stream.poll() == []
+            talks.add(fresh.prompts([number]), SETTINGS)
+        talks.steps(5)
+    assert contents(talks.drain()) == expected
 
 
 def test_a_prefix_is_in_the_request_ids_and_not_in_the_draws(fresh: Talk) -> None:
     expected = whole(fresh, 1)
     fresh.requests.clear()
-    stream = fresh.stream()
-    stream.add(fresh.prompts([1]), SETTINGS)
-    stream.add(fresh.prompts([1]), SETTINGS, prefix="val/")
-    found = drain(stream)
+    talks = collected(fresh)
+    talks.add(fresh.prompts([1]), SETTINGS)
+    talks.add(fresh.prompts([1]), SETTINGS, prefix="val/")
+    found = talks.drain()
     assert {each.group for each in found} == {"p1", "val/p1"}
     for group in ("p1", "val/p1"):
         assert contents([each for each in found if each.group == group]) == expected
@@ -100,33 +94,33 @@ def test_a_prefix_is_in_the_request_ids_and_not_in_the_draws(fresh: Talk) -> Non
 def test_turns_suspended_at_every_token_are_the_same_and_recorded_once(fresh: Talk) -> None:
     expected = whole(fresh, 0, 1, 2)
     fresh.requests.clear()
-    stream = fresh.stream()
-    stream.add(fresh.prompts(range(3)), SETTINGS)
-    found: list[Finished] = []
-    while stream.outstanding:
-        found += stream.poll(0)
-        stream.suspend()
+    talks = collected(fresh)
+    talks.add(fresh.prompts(range(3)), SETTINGS)
+    while talks.sampler.outstanding:
+        talks.steps()
+        talks.sampler.suspend()
         assert fresh.engine.stats().running == fresh.engine.stats().waiting == 0
-        stream.resume()
-    assert contents(found) == expected
+        talks.sampler.resume()
+    assert contents(talks.finished) == expected
     assert any(request.partial for request in fresh.requests.values()) and len(fresh.interrupted) > 6
 
 
 def test_tokens_of_a_turn_have_the_versions_of_the_weights_that_drew_them(fresh: Talk) -> None:
-    stream = fresh.stream()
-    stream.add(fresh.prompts(range(3)), SETTINGS)
-    found, version, drawn = list[Finished](), 0, dict[str, list[int]]()
-    while stream.outstanding:
-        found += stream.poll(0)
-        stream.suspend()
-        for response in stream.requests.unfinished():
-            known = drawn.setdefault(response.request_id, [])
-            known += [version] * (len(response.token_ids) - len(known))
+    talks = collected(fresh)
+    talks.add(fresh.prompts(range(3)), SETTINGS)
+    version, drawn = 0, dict[str, list[int]]()
+    while talks.sampler.outstanding:
+        talks.steps()
+        talks.sampler.suspend()
+        for task in list(talks.sampler._tasks.values()):
+            tokens = [] if task.missing[0] is None else task.missing[0].token_ids
+            known = drawn.setdefault(task.request.request_id, [])
+            known += [version] * (len(tokens) - len(known))
         version += 1
         fresh.engine.update_weights(None, version)
-        stream.resume()
+        talks.sampler.resume()
     several = 0
-    for each in found:
+    for each in talks.finished:
         conversation: Conversation = each.result
         assert conversation.policy_version == min(
             version
@@ -147,48 +141,45 @@ def test_tools_go_on_while_suspended_and_are_heard_after(fresh: Talk, gate: Path
     fresh.requests.clear()
     (gate / "called").unlink()
     (gate / "open").unlink()
-    stream = fresh.stream()
-    stream.add(fresh.prompts(range(3)), SETTINGS)
-    found: list[Finished] = []
+    talks = collected(fresh)
+    talks.add(fresh.prompts(range(3)), SETTINGS)
     while not (gate / "called").exists():
-        found += stream.poll(0.05)
-    stream.suspend()
-    waiting = stream.outstanding
+        talks.steps()
+    talks.sampler.suspend()
+    waiting, outstanding = len(talks.sampler._tasks), talks.sampler.outstanding
     (gate / "open").touch()
-    while stream.results.empty():
+    while len(talks.sampler._tasks) == waiting and not talks.sampler._deliveries:
         time.sleep(0.01)
-    assert stream.poll() == stream.poll(0.01) == [] and stream.outstanding == waiting
-    second = fresh.stream()
+    assert talks.sampler.outstanding == outstanding and fresh.engine.stats().waiting == 0
+    second = collected(fresh)
     second.add(fresh.prompts([4]), SETTINGS)
-    assert contents(drain(second)) == validated
+    assert contents(second.drain()) == validated
     second.add(fresh.prompts([4]), SETTINGS)
-    second.poll(0)
-    second.abort()
-    stream.resume()
-    assert contents([*found, *drain(stream)]) == expected
+    second.steps()
+    second.sampler.abort()
+    talks.sampler.resume()
+    assert contents(talks.drain()) == expected
 
 
 def test_finished_conversations_are_saved_and_others_begin_again(fresh: Talk) -> None:
     expected = whole(fresh, 0, 1, 2)
-    stream = fresh.stream()
     fresh.requests.clear()
-    stream.add(fresh.prompts(range(3)), SETTINGS)
-    early: list[Finished] = []
-    while len(early) < 2:
-        early += stream.poll()
-    stream.suspend()
+    first = collected(fresh)
+    first.add(fresh.prompts(range(3)), SETTINGS)
+    first.sampler.run(lambda: len(first.finished) >= 2)
+    first.sampler.suspend()
+    early = list(first.finished)
     fresh.requests.clear()
-    packed = decode(*encode(stream.pack(early)))
-    stream.abort()
-    first = fresh.stream()
-    first.unpack(packed, ["p0", "p1", "p2"])
-    stream = fresh.stream()
-    stream.unpack(decode(*encode(first.pack([]))), ["p0", "p1", "p2"])
-    stream.add(fresh.prompts(range(3)), SETTINGS)
-    saved = stream.poll()
-    assert {(each.group, each.sample) for each in saved} == {(each.group, each.sample) for each in early}
-    for each in saved:
-        (same,) = [other for other in early if (other.group, other.sample) == (each.group, each.sample)]
+    packed = decode(*encode(first.sampler.pack(early)))
+    first.sampler.abort()
+    talks = collected(fresh)
+    kept = talks.sampler.unpack(packed, ["p0", "p1", "p2"])
+    talks.add(fresh.prompts(range(3)), SETTINGS, kept=kept)
+    talks.sampler.run(lambda: True)
+    saved = [each for each in talks.finished if any(each.result.uid == e.result.uid for e in early)]
+    assert {(e.group, e.sample) for e in saved} >= {(each.group, each.sample) for each in early}
+    for each in early:
+        (same,) = [e for e in saved if (e.group, e.sample) == (each.group, each.sample)]
         assert vars(each.result) == vars(same.result), "bit for bit"
         assert not any(name.startswith(f"{each.group}#{each.sample}/") for name in fresh.requests)
-    assert contents([*saved, *drain(stream)]) == expected
+    assert contents(talks.drain()) == expected

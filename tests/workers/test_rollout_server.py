@@ -10,15 +10,12 @@ from typing import Any
 
 import pytest
 
+from tests.workers.local_server import Server
+from verl.errors import RolloutError
 from verl.rollout.base import BatchEngine, Request, Response, SamplingParams
 from verl.rollout.native import NativeRollout
-from verl.workers.generation_stream import GenerationStream
 
 LONG = SamplingParams(max_tokens=40, ignore_eos=True)
-
-
-def version() -> int:
-    return 3
 
 
 class Stepping(BatchEngine):
@@ -67,74 +64,93 @@ def answers(flushes: Iterable[list[Response]]) -> dict[tuple[str, int], tuple[in
     found: dict[tuple[str, int], tuple[int, str]] = {}
     for response in (response for flush in flushes for response in flush):
         assert (response.request_id, response.sample) not in found, "answered twice"
-        assert response.policy_version == 3
         found[response.request_id, response.sample] = (len(response.token_ids), response.finish_reason)
     return found
 
 
-def test_an_abort_that_comes_before_its_request_is_heeded() -> None:
-    stream, engine = GenerationStream(), Stepping()
-    stream.abort(5, ["b"])
-    found = answers(stream.run(engine, 5, [request("a", 4, n=2), request("b", 4, n=2)], version))
-    assert found == {
+def test_what_is_aborted_before_the_stream_begins_is_not_computed() -> None:
+    server = Server(engine := Stepping())
+    server.control_submit([request("a", 4, n=2), request("b", 4, n=2)])
+    assert server.control_abort(["b", "unknown"])
+    assert answers(server.do_generate(1)) == {
         ("a", 0): (4, "length"),
         ("a", 1): (4, "length"),
         ("b", 0): (0, "abort"),
         ("b", 1): (0, "abort"),
     }
     steps = engine.steps
-    stream.abort(6, ["c"])
-    assert answers(stream.run(engine, 6, [request("c", 4)], version)) == {("c", 0): (0, "abort")}
+    server.control_submit([request("a", 4)])
+    assert server.control_abort(None)
+    assert answers(server.do_generate(2)) == {("a", 0): (0, "abort")}
     assert engine.steps == steps, "nothing is computed for it"
+    assert server.control_abort(["a"])
+    assert answers(server.generate([request("a", 4)])) == {("a", 0): (4, "length")}, "not what was answered"
 
 
-def test_an_abort_of_an_earlier_dispatch_is_not_heeded() -> None:
-    """The same request id may be submitted again, after it was answered."""
-    stream = GenerationStream()
-    answers(stream.run(Stepping(), 5, [request("a", 1)], version))
-    stream.abort(5, ["a"])
-    assert answers(stream.run(Stepping(), 6, [request("a", 4)], version)) == {("a", 0): (4, "length")}
+def test_a_stream_waits_for_requests_that_are_on_their_way() -> None:
+    server = Server(Stepping())
+    late = threading.Timer(0.05, server.control_submit, ([request("a", 2)],))
+    late.start()
+    assert answers(server.do_generate(1)) == {("a", 0): (2, "length")}
+    late.join()
 
 
 def test_requests_and_aborts_are_taken_while_it_runs() -> None:
-    stream, accepted = GenerationStream(), []
+    accepted = []
 
     def before(step: int) -> None:
         if step == 3:
-            calls = [(stream.abort, (7, ["b", "unknown"])), (stream.submit, (8, [request("c", 2, n=2)]))]
+            calls = [
+                (server.control_abort, (["b", "unknown"],)),
+                (server.control_submit, ([request("c", 2, n=2)],)),
+            ]
             for call, args in calls:
                 other = threading.Thread(target=lambda call=call, args=args: accepted.append(call(*args)))
                 other.start()
                 other.join()
 
-    found = answers(stream.run(Stepping(before), 7, [request("a", 9), request("b", 9)], version))
-    assert found == {
+    server = Server(Stepping(before))
+    assert answers(server.generate([request("a", 9), request("b", 9)])) == {
         ("a", 0): (9, "length"),
         ("b", 0): (2, "abort"),
         ("c", 0): (2, "length"),
         ("c", 1): (2, "length"),
     }
-    assert accepted == [True, True]
-    assert not stream.submit(9, [request("d", 1)]), "no stream runs: the caller opens another"
+    assert accepted == [True, None]
+    server.control_submit([request("d", 1)])
+    assert server.engine.stats().waiting == 0, "no stream runs: the next one takes it"
+    assert answers(server.do_generate(3)) == {("d", 0): (1, "length")}
 
 
 def test_an_engine_that_cannot_abort_says_so() -> None:
-    stream, said = GenerationStream(), []
+    said = []
 
     class Deaf(Stepping):
         def abort(self, request_ids: Iterable[str] | None = None) -> None:
             BatchEngine.abort(self, request_ids)
 
-    engine = Deaf(lambda step: said.append(stream.abort(0, ["a"])))
-    assert answers(stream.run(engine, 0, [request("a", 2)], version)) == {("a", 0): (2, "length")}
+    server = Server(Deaf(lambda step: said.append(server.control_abort(["a"]))))
+    assert answers(server.generate([request("a", 2)])) == {("a", 0): (2, "length")}
     assert said == [False, False]
+
+
+def test_a_request_that_cannot_be_served_is_an_error_of_the_stream(tiny_model_dir: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    server = Server(NativeRollout(AutoModelForCausalLM.from_pretrained(tiny_model_dir), None))
+    for running in (False, True):
+        lists = server.generate([Request("a", (5, 6), LONG)]) if running else iter(())
+        server.control_submit([Request("b", (5, 6), SamplingParams(temperature=-1))])
+        with pytest.raises(RolloutError, match="temperature is -1"):
+            answers(lists if running else server.do_generate(server._received))
+    assert set(answers(server.generate([Request("a", (5, 6), LONG)]))) == {("a", 0)}, "and it goes on"
 
 
 def test_closing_early_leaves_an_idle_engine(tiny_model_dir: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
-    engine, stream = NativeRollout(model, None), GenerationStream()
+    server = Server(engine := NativeRollout(model, None))
     requests = [
         Request("short", (5, 6), SamplingParams(max_tokens=1, ignore_eos=True)),
         Request("long", (5, 6), LONG),
@@ -142,22 +158,21 @@ def test_closing_early_leaves_an_idle_engine(tiny_model_dir: Path) -> None:
     with pytest.raises(KeyError), closing(engine.generate(requests)) as responses:
         next(responses)
         raise KeyError
-    lists = stream.run(engine, 0, requests, lambda: 0)
+    lists = server.generate(requests)
     next(lists)
     lists.close()
     assert len(list(engine.generate(requests))) == 2, "it generates again"
 
 
 def test_a_failing_engine_ends_the_stream() -> None:
-    stream = GenerationStream()
-
     def fail(step: int) -> None:
-        raise KeyError(step)
+        if step == 1:
+            raise KeyError(step)
 
+    server = Server(Stepping(fail))
     with pytest.raises(KeyError):
-        answers(stream.run(Stepping(fail), 0, [request("a", 2)], version))
-    assert not stream.submit(1, [request("b", 1)])
-    assert answers(stream.run(Stepping(), 1, [request("a", 2)], version)) == {("a", 0): (2, "length")}
+        answers(server.generate([request("a", 2)]))
+    assert answers(server.generate([request("a", 2)])) == {("a", 0): (2, "length")}
 
 
 def test_word_that_comes_while_another_is_answered_reaches_the_device_too(
