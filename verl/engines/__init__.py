@@ -6,6 +6,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
+from verl.config.capabilities import StrategySpec, declare_strategy
 from verl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,9 +23,12 @@ _strategies: dict[str, str | Builder] = {
 }
 
 
-def register_strategy(name: str, builder: str | Builder) -> None:
-    """Add an engine as `strategy=name`: a callable with the arguments of `build_engine`, or "module:callable"."""
+def register_strategy(name: str, builder: str | Builder, spec: StrategySpec | None = None) -> None:
+    """Add an engine as `strategy=name`: a callable with the arguments of `build_engine`, or "module:callable". `spec`
+    declares its layout, its section and its checks; without one they are those of `fsdp`."""
     _strategies[name] = builder
+    if spec is not None:
+        declare_strategy(name, spec)
 
 
 def known_strategies() -> list[str]:
@@ -64,4 +68,4 @@ def build_engine(
     return builder(kind, model_cfg, role_cfg, device=device, **options)
 
 
-__all__ = ["build_engine", "known_strategies", "register_strategy"]
+__all__ = ["StrategySpec", "build_engine", "known_strategies", "register_strategy"]

@@ -11,6 +11,7 @@ from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verl.config.capabilities import EngineSpec, declare_engine
 from verl.errors import ConfigError
 from verl.rollout.base import BatchEngine, FinishReason, Request, Response, RolloutEngine, SamplingParams
 
@@ -27,12 +28,14 @@ RolloutFactory = Callable[..., RolloutEngine]
 _registry: dict[str, RolloutFactory] = {}
 
 
-def register_rollout(name: str) -> Callable[[RolloutFactory], RolloutFactory]:
+def register_rollout(name: str, spec: EngineSpec | None = None) -> Callable[[RolloutFactory], RolloutFactory]:
     """Make an engine known under `rollout.name=<name>`; the class or function is called with
-    (source, tokenizer, config)."""
+    (source, tokenizer, config). `spec` declares what it can do; without one it computes with the trainer's module."""
 
     def add(factory: RolloutFactory) -> RolloutFactory:
         _registry[name] = factory
+        if spec is not None:
+            declare_engine(name, spec)
         return factory
 
     return add
@@ -108,6 +111,7 @@ def build_rollout(
 
 __all__ = [
     "BatchEngine",
+    "EngineSpec",
     "FinishReason",
     "Request",
     "Response",

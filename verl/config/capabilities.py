@@ -1,0 +1,115 @@
+"""What rollout engines and training strategies can do: each declares it once, nothing else compares their names.
+
+Plug-ins declare theirs with `register_rollout` (verl.rollout) and `register_strategy` (verl.engines). Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What a rollout engine declares."""
+
+    owns_weights: bool = False
+    """It holds a copy of the weights, which are sent to it under their Hugging Face names; otherwise it computes with
+    the trainer's module."""
+    tensor_parallel: bool = False
+    """Several GPUs can share one copy (`rollout.tensor_model_parallel_size`)."""
+    server: bool = False
+    """It can run as a server in processes of its own (`rollout.mode=server`)."""
+    sleep_argument: str | None = None
+    """Which of its `engine_kwargs` lets it release its memory between steps."""
+    package: str | None = None
+    """The distribution that must be installed."""
+
+
+def _sequence_parallel(role: Any) -> dict[str, int]:
+    return {"cp": role.ulysses_sequence_parallel_size}
+
+
+def _megatron(role: Any) -> dict[str, int]:
+    sizes = role.megatron
+    return {
+        "tp": sizes.tensor_model_parallel_size,
+        "pp": sizes.pipeline_model_parallel_size,
+        "cp": sizes.context_parallel_size * role.ulysses_sequence_parallel_size,
+        "ep": sizes.expert_model_parallel_size,
+    }
+
+
+def _no_checks(config: Any, role: Any) -> Iterable[str]:
+    return ()
+
+
+@dataclass(frozen=True)
+class StrategySpec:
+    """What a training strategy declares."""
+
+    section: str = "fsdp_config"
+    """The section of a role that has `param_offload` and `optimizer_offload`."""
+    layout: Callable[[Any], dict[str, int]] = _sequence_parallel
+    """From a role's section to the degrees of parallelism of one copy of its model (fields of `Layout` without dp)."""
+    checks: Callable[[Any, Any], Iterable[str]] = _no_checks
+    """From a config and one of its roles (`ModelRole`) to what the strategy cannot do of what they ask for."""
+    full_shards: bool = True
+    """Every rank holds rows of all weights, which can be gathered into one module (LoRA, reference by switching the
+    adapter off, reward training); otherwise a rank holds slices of some layers."""
+    package: str | None = None
+    """The distribution that must be installed."""
+    module: str | None = None
+    """What that distribution is imported as."""
+
+
+_engines: dict[str, EngineSpec] = {
+    "native": EngineSpec(),
+    "hf": EngineSpec(),
+    "vllm": EngineSpec(
+        owns_weights=True,
+        tensor_parallel=True,
+        server=True,
+        sleep_argument="enable_sleep_mode",
+        package="vllm",
+    ),
+    "sglang": EngineSpec(
+        owns_weights=True,
+        tensor_parallel=True,
+        server=True,
+        sleep_argument="enable_memory_saver",
+        package="sglang",
+    ),
+}
+_strategies: dict[str, StrategySpec] = {
+    "fsdp": StrategySpec(),
+    "fsdp2": StrategySpec(),
+    "megatron": StrategySpec(
+        section="megatron",
+        layout=_megatron,
+        full_shards=False,
+        package="megatron-core",
+        module="megatron.core",
+    ),
+}
+
+
+def engine_spec(name: str) -> EngineSpec:
+    """What the rollout engine `rollout.name=name` declares; the default for one that declares nothing."""
+    return _engines.get(name, EngineSpec())
+
+
+def strategy_spec(name: str) -> StrategySpec:
+    """What the training strategy `strategy=name` declares; the default for one that declares nothing."""
+    return _strategies.get(name, StrategySpec())
+
+
+def declare_engine(name: str, spec: EngineSpec) -> None:
+    """Let `engine_spec` answer `spec` for a rollout engine."""
+    _engines[name] = spec
+
+
+def declare_strategy(name: str, spec: StrategySpec) -> None:
+    """Let `strategy_spec` answer `spec` for a training strategy."""
+    _strategies[name] = spec
