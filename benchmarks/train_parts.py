@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from benchmarks.train_shapes import SHAPES
 from benchmarks.train_steps import Workload, clean, make_batch, new_model, ragged
-from verl.models.attention import PackedAttention
+from verl.models.attention import AttentionCall, PackedAttention
 from verl.models.fused_linear import HeadOptions, fused_head
 
 Row = tuple[str, ...]
@@ -204,7 +204,7 @@ def _attention_call(
 
     def call() -> None:
         with nullcontext() if kernel is None else sdpa_kernel(kernel):
-            out = attention.attend(None, q, k, v)
+            out = attention.attend(AttentionCall(q, k, v))
             torch.autograd.grad(out.sum(), (q, k, v))
 
     return call

@@ -29,6 +29,7 @@ from tiny_architectures import NotTiny, build_architecture
 from tiny_models import ARCHITECTURES, build_model
 
 from verl.errors import RolloutError
+from verl.models.attention import AttentionCall
 from verl.rollout import Request, SamplingParams
 from verl.rollout.hf import HFRollout
 from verl.rollout.native import Limits, NativeRollout
@@ -571,8 +572,8 @@ def cached_beginnings_equal_padded_attention() -> str:
         q, k, v = (torch.randn(1, *s, dim, generator=generator).to(DEVICE, half) for s in shapes)
         for window in (None, 50):
             attention = ContinuedAttention(counts, lengths, lambda x: x.to(DEVICE))
-            ours = attention.attend(None, q, k, v, sliding_window=window)
-            theirs = attention.padded(q.float(), k.float(), v.float(), None, window, None)
+            ours = attention.attend(AttentionCall(q, k, v, window=window))
+            theirs = attention.padded(AttentionCall(q.float(), k.float(), v.float(), window=window))
             worst = max(worst, float((ours.float() - theirs).abs().max()))
     if not worst < 0.03:
         raise AssertionError(f"attention differs by {worst:.1e}")

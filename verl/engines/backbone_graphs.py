@@ -15,10 +15,9 @@ from itertools import compress
 from typing import Any
 
 import torch
-from torch import nn
 
 from verl.engines.optim import MasterAdamW
-from verl.models.attention import PackedAttention, choose_backend
+from verl.models.attention import AttentionCall, PackedAttention, varlen_attention
 from verl.models.graph_recorder import GraphRecorder
 from verl.models.introspection import backbone_of
 from verl.models.packing import Pack
@@ -71,23 +70,11 @@ class _FixedAttention(PackedAttention):
     def __init__(self, cu_seqlens: torch.Tensor, size: Size) -> None:
         super().__init__(cu_seqlens, (size.longest,), "varlen")
 
-    def attend(
-        self,
-        module: nn.Module | None,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        scaling: float | None = None,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-    ) -> torch.Tensor:
-        if sliding_window is not None and sliding_window >= self.lengths[0]:
-            sliding_window = None
-        sizes = (q.shape[-1], v.shape[-1])
-        if choose_backend(q.is_cuda, q.dtype, sizes, False, sliding_window, softcap) != "varlen":
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        call = call.within(self.lengths[0])
+        if call.backend(uniform=False) != "varlen":
             raise RuntimeError("its attention has no kernel for sequences of any length")
-        return self._varlen(q, k, v, scaling, sliding_window)
+        return varlen_attention(call, self.cu_seqlens, self.lengths[0])
 
 
 class _CapturedPass:

@@ -42,7 +42,7 @@ _LONGEST = 1 << 18
 
 
 @dataclass(frozen=True)
-class AttentionCall:
+class ObservedCall:
     """One call of the attention interface: shapes of the keys and values, and what the call says about masking."""
 
     layer: int | None
@@ -62,9 +62,9 @@ class AttentionCall:
 
 
 @torch.no_grad()
-def attention_calls(model: nn.Module, backbone: nn.Module) -> list[AttentionCall]:
+def attention_calls(model: nn.Module, backbone: nn.Module) -> list[ObservedCall]:
     """The calls of one forward pass, in order. The model uses our attention ("verl")."""
-    calls: list[AttentionCall] = []
+    calls: list[ObservedCall] = []
     masks: list[tuple[torch.Tensor, Callable[..., torch.Tensor]]] = []
 
     def mask(function: Callable[..., torch.Tensor], device: torch.device | None) -> torch.Tensor:
@@ -89,7 +89,7 @@ def attention_calls(model: nn.Module, backbone: nn.Module) -> list[AttentionCall
         others = {name for name, value in named.items() if isinstance(value, torch.Tensor)} - _HARMLESS
         layer = getattr(module, "layer_idx", None)
         calls.append(
-            AttentionCall(
+            ObservedCall(
                 layer=None if layer is None else int(layer),
                 kv_heads=k.shape[1],
                 key_size=k.shape[3],
@@ -112,7 +112,7 @@ def attention_calls(model: nn.Module, backbone: nn.Module) -> list[AttentionCall
     return calls
 
 
-def attention_fault(calls: Sequence[AttentionCall], config: Any) -> str | None:
+def attention_fault(calls: Sequence[ObservedCall], config: Any) -> str | None:
     """Why our attention cannot replace the model's, or None as far as the calls tell."""
     if not calls:
         return "its layers do not call transformers' attention interface"
@@ -131,7 +131,7 @@ def attention_fault(calls: Sequence[AttentionCall], config: Any) -> str | None:
     return None
 
 
-def _same_mask(call: AttentionCall, longest: int) -> bool:
+def _same_mask(call: ObservedCall, longest: int) -> bool:
     """Whether the last position sees exactly the earlier ones within the window that the attention call names."""
     assert call.mask is not None
     with call.device:  # a mask may create tensors
@@ -287,7 +287,7 @@ def packing_fault(model: Any, device: torch.device, stock_attention: str) -> str
     """Why the model cannot be packed, or None. It uses our attention before and after the call.
 
     `stock_attention` is the implementation the model came with."""
-    calls: list[AttentionCall] = []
+    calls: list[ObservedCall] = []
 
     def record(inner: Any) -> dict[str, torch.Tensor]:
         calls.extend(attention_calls(inner, backbone_of(inner)))

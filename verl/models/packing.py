@@ -18,11 +18,10 @@ import torch
 from torch import nn
 
 from verl.errors import DataError
-from verl.models.attention import AttentionContext, Backend, PackedAttention
+from verl.models.attention import AttentionContext, Backend, PackedAttention, SharedPrefixAttention
 from verl.models.fused_linear import HeadOptions, fused_head
 from verl.models.introspection import backbone_of, output_head
 from verl.models.rope import row_lengths
-from verl.models.shared_prefix import SharedPrefixAttention
 from verl.models.ulysses import SequenceGroup, UlyssesAttention, sum_over_group
 from verl.models.value_model import ValueModel
 

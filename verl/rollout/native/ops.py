@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from verl.models.attention import AttentionCall
 from verl.rollout.sampling import invert_cdf, uniform
 
 FP8_TYPE = torch.float8_e4m3fn
@@ -49,15 +50,9 @@ def decode_slots(rows: DecodeInputs, block_size: int, blocks: int) -> Tensor:
     return torch.where(active, block, blocks - 1) * block_size + positions % block_size
 
 
-def dot_product_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    scaling: float | None,
-    softcap: float | None,
-) -> Tensor:
+def dot_product_attention(call: AttentionCall, mask: Tensor | None) -> Tensor:
     """SDPA, or its plain form where scores are capped."""
+    q, k, v, scaling, _, softcap, _ = call
     if softcap is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
     scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scaling is None else scaling)
