@@ -29,16 +29,14 @@ from verl.errors import ConfigError, ModelError
 from verl.models.attention import keep_score_cap, register_attention, use_verl_attention
 from verl.models.config_files import disable_dropout
 from verl.models.fused_layers import fuse
-from verl.models.given_adapter import given_lora
 from verl.models.introspection import decoder_layers, token_weights
 from verl.models.kernels import triton_fault
-from verl.models.loading import cast_parameters, load_causal_lm, load_value_model
-from verl.models.lora import add_lora
+from verl.models.loading import CannotStream, cast_parameters, load_causal_lm, load_value_model
+from verl.models.lora import add_lora, given_lora
 from verl.models.meta_init import ParameterIndex, open_causal_lm, open_value_model
 from verl.models.packability import head_fault, packing_fault, padding_fault, randomness_fault
 from verl.models.packing import attach
 from verl.models.rope import checkpoint_contexts, per_row, position_limit
-from verl.models.safetensors_files import CannotStream
 from verl.models.ulysses import SIZE_KEY, SequenceGroup, check_heads
 from verl.models.value_model import ValueModel
 from verl.models.weight_source import remember_dtypes

@@ -32,8 +32,8 @@ from verl.engines.settings import MicroBatchSize
 from verl.engines.sharding import Ranks, reshard
 from verl.errors import TrainingHalted
 from verl.models.distillation import TEACHER_TENSORS, Teacher, student_forward
-from verl.models.float32 import FAULTS, float32_arithmetic
 from verl.models.fused_linear import FEWEST_COLUMNS, HeadOptions, slice_bytes
+from verl.models.packability import FAULTS, float32_arithmetic
 from verl.models.packing import (
     Pack,
     check_batch,

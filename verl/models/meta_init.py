@@ -19,8 +19,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from verl.errors import ModelError
 from verl.models.config_files import disable_dropout
-from verl.models.loading import load_config, with_saved_head
-from verl.models.safetensors_files import CannotStream, SafetensorsFiles, model_file
+from verl.models.loading import CannotStream, SafetensorsFiles, load_config, model_file, with_saved_head
 from verl.models.value_model import ValueModel
 from verl.runtime import quiet_transformers
 

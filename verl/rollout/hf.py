@@ -19,6 +19,7 @@ import torch
 from verl.models.rope import position_limit
 from verl.rollout.base import (
     BatchEngine,
+    LiveStats,
     Request,
     Response,
     Stopper,
@@ -26,7 +27,6 @@ from verl.rollout.base import (
     check_requests,
     eos_token_ids,
 )
-from verl.rollout.live_stats import LiveStats
 from verl.rollout.native.sequence import Sequence
 from verl.rollout.sampling import SamplingBatch, sample, seen_tokens
 from verl.rollout.source import as_source, causal_lm, generation_mode, verify

@@ -20,10 +20,9 @@ import torch
 
 from verl.errors import ConfigError, RolloutError, TrainingHalted
 from verl.models.weight_source import NamedTensors
-from verl.rollout.external_engine import engine_kwargs
-from verl.rollout.external_sample import Sample
+from verl.rollout.external_engine import Sample, engine_kwargs
 from verl.rollout.http_server import Chunk, ServerRollout, free_port
-from verl.rollout.model_info import ModelInfo
+from verl.rollout.source import ModelInfo
 from verl.rollout.stale_files import remove
 from verl.rollout.weight_sync.buckets import split_buckets
 from verl.rollout.weight_sync.shared_memory import shared_folder

@@ -24,7 +24,7 @@ from verl.config.parallelism import EXTERNAL_ENGINES, Layout, engine_size, layou
 from verl.models.weight_source import Adapter, NamedTensors, Names, SourceLogProbs, WeightSource
 from verl.observe.metrics import Metric
 from verl.rollout.external_engine import RemoteEngine, TPFollower
-from verl.rollout.model_info import ModelInfo, model_info
+from verl.rollout.source import ModelInfo, model_info
 from verl.rollout.weight_sync.broadcast import SENDER, Broadcast
 from verl.rollout.weight_sync.fingerprint import Manifest
 from verl.runtime import environment

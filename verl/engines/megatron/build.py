@@ -16,7 +16,6 @@ from verl.engines import budget
 from verl.engines.megatron.engine import NO_LORA, MegatronEngine
 from verl.engines.megatron.groups import groups_of
 from verl.engines.megatron.layers import is_mixture
-from verl.engines.megatron.loading import load_stage, open_model
 from verl.engines.megatron.model import StageModel
 from verl.engines.megatron.optimizer import StageAdamW
 from verl.engines.megatron.pipeline import PipelineRunner
@@ -31,7 +30,8 @@ from verl.errors import ConfigError, ModelError
 from verl.models.config_files import disable_dropout
 from verl.models.introspection import decoder_layers, token_weights
 from verl.models.kernels import triton_fault
-from verl.models.meta_init import ParameterIndex
+from verl.models.loading import CannotStream, load_causal_lm, load_value_model
+from verl.models.meta_init import ParameterIndex, open_causal_lm, open_value_model
 from verl.models.rope import position_limit
 from verl.models.ulysses import SequenceGroup
 from verl.models.value_model import ValueModel
@@ -194,3 +194,50 @@ def check_layout(hf: Any, layout: Layout, world: int) -> None:
             "megatron.tensor_model_parallel_size must be 1 for a mixture of experts; split the experts by "
             "megatron.expert_model_parallel_size"
         )
+
+
+def open_model(settings: EngineSettings) -> tuple[Any, ParameterIndex]:
+    """The model of `model.path` on the meta device, and where its weights are: in its files or, where those cannot be
+    read in parts, in host memory."""
+    model_cfg, critic = settings.model, settings.kind == "critic"
+    options = settings.load_options()
+    try:
+        return (open_value_model if critic else open_causal_lm)(model_cfg.path, **options)
+    except CannotStream as reason:
+        log.warning(
+            "%s: every rank loads all of %r into host memory before sharding: %s",
+            settings.kind,
+            model_cfg.path,
+            reason,
+        )
+    whole = (load_value_model if critic else load_causal_lm)(model_cfg.path, device="cpu", **options)
+    module = copy_to_meta(whole)
+    if module is None:
+        raise ModelError(
+            f"{type(whole).__name__} cannot be copied to the meta device; set strategy=fsdp for it"
+        )
+    return module, ParameterIndex.of(whole, settings.dtype)
+
+
+@torch.no_grad()
+def load_stage(model: StageModel, table: list[Place], index: ParameterIndex) -> None:
+    """Every parameter of the stage; rows that belong to no weight (padding of the vocabulary) are zero."""
+    used: dict[str, int] = {}
+    for place in table:
+        view = place.view(model.get_parameter(place.parameter))
+        if tuple(view.shape) != place.sizes:
+            raise ModelError(
+                f"{place.name} has {place.sizes} numbers on this rank, its place in {place.parameter} is "
+                f"{tuple(view.shape)}"
+            )
+        used[place.parameter] = max(used.get(place.parameter, 0), place.start + place.rows)
+        if view.numel():
+            start, columns = place.offsets[0], None
+            if place.split == 1:
+                first = place.offsets[1]
+                columns = slice(first, first + place.sizes[1])
+            index.read_rows(place.name, start, start + place.sizes[0], view, columns)
+    for name, param in model.named_parameters():
+        if name not in used:
+            raise ModelError(f"no weight of the Hugging Face model belongs to {name}")
+        param[used[name] :].zero_()

@@ -33,8 +33,8 @@ from verl.engines.out_of_memory import OOMReport
 from verl.engines.sharding import Ranks
 from verl.errors import TrainingHalted
 from verl.models.distillation import Teacher
-from verl.models.float32 import first_line
 from verl.models.fused_linear import HeadOptions
+from verl.models.packability import first_line
 from verl.models.packing import Pack
 from verl.observe.metrics import Metric
 

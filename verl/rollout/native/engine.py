@@ -24,6 +24,7 @@ from verl.errors import RolloutError
 from verl.models.rope import position_limit
 from verl.rollout.base import (
     FinishReason,
+    LiveStats,
     Request,
     Response,
     RolloutEngine,
@@ -33,7 +34,6 @@ from verl.rollout.base import (
     check_requests,
     eos_token_ids,
 )
-from verl.rollout.live_stats import LiveStats
 from verl.rollout.native.device_runner import DeviceRunner
 from verl.rollout.native.kv_cache import CacheLayout, cache_layout
 from verl.rollout.native.scheduler import Scheduler

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from enum import Enum
 
-from verl.rollout.base import FinishReason, Request, Response
+from verl.rollout.base import FinishReason, Request, Response, VersionLog
 from verl.rollout.sampling import sequence_key
-from verl.rollout.versions import VersionLog
 
 
 class Status(Enum):

@@ -15,8 +15,7 @@ from typing import Any
 from verl.errors import RolloutError, TrainingHalted
 from verl.models.lora import ADAPTER
 from verl.models.weight_source import Adapter, NamedTensors
-from verl.rollout.external_engine import ExternalRollout
-from verl.rollout.external_sample import Sample
+from verl.rollout.external_engine import ExternalRollout, Sample
 from verl.rollout.vllm.settings import engine_arguments
 from verl.rollout.weight_sync.fingerprint import Manifest, compare, fingerprint
 from verl.rollout.weight_sync.shared_memory import SharedMemorySender

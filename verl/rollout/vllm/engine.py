@@ -24,7 +24,7 @@ from verl.errors import RESUME, EngineLost, RolloutError
 from verl.models.weight_source import NamedTensors
 from verl.processes import describe, is_alive, start_time
 from verl.rollout.base import FinishReason, Response
-from verl.rollout.external_sample import Sample
+from verl.rollout.external_engine import Sample
 from verl.rollout.stale_files import remember_files
 from verl.rollout.vllm.base import VLLMBase
 from verl.rollout.vllm.settings import SOCKET_FOLDER, host_environment, sampling_arguments, set_environment

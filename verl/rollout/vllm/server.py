@@ -12,7 +12,7 @@ from collections.abc import Generator
 from typing import Any
 
 from verl.processes import group_members
-from verl.rollout.external_sample import Sample
+from verl.rollout.external_engine import Sample
 from verl.rollout.http_server import Chunk, ServerRollout
 from verl.rollout.stale_files import remember_files
 from verl.rollout.vllm.base import VLLMBase
