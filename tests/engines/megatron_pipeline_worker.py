@@ -61,17 +61,15 @@ def make_stage(whole: Any, groups: ParallelGroups, recompute: bool = False) -> S
 
 
 def make_runner(stage: StageModel, size: MicroBatchSize) -> PipelineRunner:
-    runner = PipelineRunner(
+    return PipelineRunner(
         stage,
         Ranks(CPU, None),
         groups=stage.groups,
-        packed=True,
         train_size=size,
         forward_size=size,
         label="actor",
+        optimizer=MasterAdamW(stage.named_parameters(), schedule=Schedule(lr=0.1)),
     )
-    runner.optimizer = MasterAdamW(stage.named_parameters(), schedule=Schedule(lr=0.1))
-    return runner
 
 
 def share(groups: ParallelGroups, cuts: list[int]) -> Any:

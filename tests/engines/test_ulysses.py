@@ -95,7 +95,7 @@ def test_what_cannot_be_packed_is_refused(tools, padding, error, message):
         "actor", ModelConfig(use_remove_padding=not padding, dtype="float32"), ActorConfig(), device=CPU
     )
     with pytest.raises(error, match=message):
-        assemble(model, settings, Ranks(CPU), schedule=None, sequence=SequenceGroup(None, 0, 2, 2.0))
+        assemble(model, settings, Ranks(CPU), sequence=SequenceGroup(None, 0, 2, 2.0))
 
 
 def test_a_model_that_fails_the_check_is_refused(tools, monkeypatch):
@@ -104,13 +104,13 @@ def test_a_model_that_fails_the_check_is_refused(tools, monkeypatch):
 
     plain = PackedAttention.attend
 
-    def leaking(self, module, q, k, v, **options):
-        return plain(self, module, q, k, v, **options) + v.mean(dim=2).mean()
+    def leaking(self, call):
+        return plain(self, call) + call.v.mean(dim=2).mean()
 
     monkeypatch.setattr(PackedAttention, "attend", leaking)
     settings = read_settings("actor", ModelConfig(dtype="float32"), ActorConfig(), device=CPU)
     with pytest.raises(ModelError, match="cannot be packed .one sequence changes its neighbour"):
-        assemble(tools.model(), settings, Ranks(CPU), schedule=None, sequence=SequenceGroup(None, 0, 2, 2.0))
+        assemble(tools.model(), settings, Ranks(CPU), sequence=SequenceGroup(None, 0, 2, 2.0))
 
 
 # -- several ranks ----------------------------------------------------------------------------------------------------

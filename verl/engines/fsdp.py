@@ -115,7 +115,7 @@ class FSDPEngine(RunnerEngine):
             }
 
         with self._ranks.watching():
-            found = self._model.verl_forward(None, None, check=copied)
+            found = self._model.verl_run(copied)
             self._runner.reshard()
         return replace(output_head(self._model), weight=found["weight"], bias=found.get("bias"))
 

@@ -30,7 +30,7 @@ from verl.errors import ConfigError
 from verl.models.introspection import decoder_layers
 from verl.models.lora import plain_name
 from verl.models.meta_init import ParameterIndex
-from verl.models.packing import FORWARD_METHOD
+from verl.models.packing import FORWARD_METHODS
 from verl.models.ulysses import SIZE_KEY, SequenceGroup
 from verl.watchdog import Heartbeat
 
@@ -115,7 +115,8 @@ def shard(
     if float32_masters:
         _trained_to_float32(model)
     fully_shard(model, **common)
-    register_fsdp_forward_method(model, FORWARD_METHOD)
+    for method in FORWARD_METHODS:
+        register_fsdp_forward_method(model, method)
 
 
 def _trained_to_float32(module: nn.Module) -> None:

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_map
 from verl.errors import VerlError
 from verl.models.attention import AttentionObserver, observe_attention
 from verl.models.introspection import backbone_of
-from verl.models.packing import FORWARD_METHOD, hidden_of_targets, pack, packed_forward, pad
+from verl.models.packing import hidden_of_targets, pack, packed_forward, pad
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -337,7 +337,7 @@ class Probe:
             with float32_arithmetic(model) if self.exact else nullcontext():
                 return {"output": check(model)}
 
-        outputs: dict[str, torch.Tensor] = getattr(self.model, FORWARD_METHOD)(None, None, check=inside)
+        outputs: dict[str, torch.Tensor] = self.model.verl_run(inside)
         return outputs["output"].double()
 
     def __call__(self, rows: Rows, packed: bool) -> torch.Tensor:
@@ -444,7 +444,7 @@ def packing_fault(model: Any, device: torch.device, stock_attention: str) -> str
         return {}
 
     def calls_fault(_: int) -> str | None:
-        getattr(model, FORWARD_METHOD)(None, None, check=record)
+        model.verl_run(record)
         return attention_fault(calls, model.config.get_text_config())
 
     def compare(seed: int) -> str | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ from torch import nn
 
 from verl.config.known import MEGATRON_MODELS
 from verl.config.parallelism import Layout, divisors, layout_of
-from verl.engines import budget
 from verl.engines.megatron.engine import NO_LORA, MegatronEngine
 from verl.engines.megatron.groups import groups_of
 from verl.engines.megatron.layers import is_mixture
@@ -21,8 +19,6 @@ from verl.engines.megatron.optimizer import StageAdamW
 from verl.engines.megatron.pipeline import PipelineRunner
 from verl.engines.megatron.places import Place, places
 from verl.engines.microbatch_runner import MicroBatchRunner
-from verl.engines.offload import ActivationOffload
-from verl.engines.optim import Schedule
 from verl.engines.settings import EngineSettings, Kind, read_settings
 from verl.engines.sharding import Ranks
 from verl.engines.weights import copy_to_meta
@@ -46,33 +42,18 @@ def build_megatron(
     *,
     model: nn.Module | None = None,
     optimizer: torch.optim.Optimizer | None = None,
-    device: str | torch.device,
-    total_steps: int | None = None,
-    seed: int = 0,
-    log_prob_cfg: Any = None,
-    max_skipped_steps: int = 3,
-    bad_batch_dir: Path | None = None,
+    **options: Any,
 ) -> MegatronEngine:
     """Strategy `megatron`; arguments as in `verl.engines.build_engine`."""
-    device = torch.device(device)
     if optimizer is not None:
         raise ConfigError("strategy=megatron has its own optimiser; set strategy=fsdp for one of yours")
-    settings = read_settings(
-        kind,
-        model_cfg,
-        role_cfg,
-        device=device,
-        log_prob=log_prob_cfg,
-        max_skipped_steps=max_skipped_steps,
-        bad_batch_dir=bad_batch_dir,
-        seed=seed,
-    )
+    settings = read_settings(kind, model_cfg, role_cfg, **options)
     if settings.lora:
         raise ConfigError(NO_LORA)
-    schedule = Schedule.from_config(role_cfg.optim, total_steps) if settings.trained else None
+    device, trained = settings.device, settings.trained
     ranks = Ranks(device, fsdp_size=None)
     layout = layout_of(role_cfg, ranks.world_size)
-    torch.manual_seed(seed)
+    torch.manual_seed(settings.seed)
     hf: Any
     hf, index = open_model(settings) if model is None else _taken(settings, model)
     check_layout(hf.config.get_text_config(), layout, ranks.world_size)
@@ -83,16 +64,17 @@ def build_megatron(
         dtype=settings.dtype,
         device=device,
         value_head=kind == "critic",
-        recompute=settings.trained and model_cfg.enable_gradient_checkpointing,
+        recompute=trained and model_cfg.enable_gradient_checkpointing,
         fused=device.type == "cuda" and triton_fault(device) is None,
     )
-    stage.requires_grad_(settings.trained)
-    if settings.trained and model_cfg.freeze_embeddings and groups.first:
+    stage.requires_grad_(trained)
+    if trained and model_cfg.freeze_embeddings and groups.first:
         stage.gpt.embedding.requires_grad_(False)
     table = places(stage)
     load_stage(stage, table, index)
     stage.eval()
-    return assemble(stage, hf, table, settings, ranks, schedule)
+    runner = _runner(stage, hf, table, settings, ranks)
+    return MegatronEngine(stage, hf, table, settings, ranks, runner)
 
 
 def _taken(settings: EngineSettings, model: Any) -> tuple[Any, ParameterIndex]:
@@ -108,43 +90,20 @@ def _taken(settings: EngineSettings, model: Any) -> tuple[Any, ParameterIndex]:
     return hf, ParameterIndex.of(model, settings.dtype)
 
 
-def assemble(
-    stage: StageModel,
-    hf: Any,
-    table: list[Place],
-    settings: EngineSettings,
-    ranks: Ranks,
-    schedule: Schedule | None,
-) -> MegatronEngine:
-    """From a filled stage to an engine. `schedule` is None for a frozen engine."""
-    groups, layout = stage.groups, stage.groups.layout
-    text_config = hf.config.get_text_config()
-    weights = sum(count for layer in decoder_layers(hf) for _, count in token_weights(layer, text_config))
-    on_gpu = ranks.device.type == "cuda"
-    options: dict[str, Any] = {
-        "packed": True,
-        "train_size": settings.train_size,
-        "forward_size": settings.forward_size,
-        "label": settings.kind,
-        "max_tokens": budget.best_tokens(weights / text_config.num_hidden_layers / layout.tp)
-        if on_gpu
-        else budget.CAP_CPU,
-        "sequence": SequenceGroup(groups.cp, groups.cp_rank, layout.cp, gradient_scale=1.0)
-        if layout.cp > 1
-        else None,
-    }
+def _runner(
+    stage: StageModel, hf: Any, table: list[Place], settings: EngineSettings, ranks: Ranks
+) -> MicroBatchRunner:
+    groups, layout, config = stage.groups, stage.groups.layout, hf.config.get_text_config()
+    weights = sum(count for layer in decoder_layers(hf) for _, count in token_weights(layer, config))
+    options = settings.runner_options(weights / config.num_hidden_layers / layout.tp)
+    if layout.cp > 1:
+        options["sequence"] = SequenceGroup(groups.cp, groups.cp_rank, layout.cp, gradient_scale=1.0)
+    if settings.schedule is not None:
+        options["optimizer"] = StageAdamW(stage, table, **settings.optimizer_options())
+    options |= {"longest": position_limit(hf), "halts_on_oom": layout.model_ranks * layout.ep > 1}
     if layout.pp > 1:
-        runner: MicroBatchRunner = PipelineRunner(stage, ranks, groups=groups, **options)
-    else:
-        runner = MicroBatchRunner(stage, ranks, **options)
-    runner.position_limit = (position_limit(hf) or (None, ""))[0]
-    runner.halts_on_oom = layout.model_ranks * layout.ep > 1
-    if on_gpu and settings.trained and settings.model.enable_activation_offload:
-        runner.activation_offload = ActivationOffload(ranks.device)
-    if schedule is not None:
-        runner.optimizer = StageAdamW(stage, table, schedule=schedule, **settings.optimizer_options())
-        runner.moments_on_host = bool(settings.role.megatron.optimizer_offload)
-    return MegatronEngine(stage, hf, table, settings, ranks, runner)
+        return PipelineRunner(stage, ranks, groups=groups, **options)
+    return MicroBatchRunner(stage, ranks, **options)
 
 
 def check_layout(hf: Any, layout: Layout, world: int) -> None:
