@@ -116,7 +116,7 @@ def test_a_new_session_takes_its_memory_after_the_last_one_gave_it_back(
     monkeypatch.setattr(DeviceCache, "__init__", noting)
     engine = NativeRollout(tiny("llama"), None, Limits(dtype="fp8"), on_device=True, verify=False)
     list(engine.generate(asked()))
-    session = engine.session
+    session = engine.state
     assert session is not None and session.runner.fused is not None
     products = session.runner.fused.layers[0].products
     owned = [session.cache, session.cache.tensor, session.runner, session.runner.state, products]
@@ -126,7 +126,7 @@ def test_a_new_session_takes_its_memory_after_the_last_one_gave_it_back(
     del owned, products
     list(engine.generate([Request("long", [1] * 300, SamplingParams(max_tokens=20))]))
     assert alive == [[], []], "the old session was alive when the new cache was allocated"
-    assert engine.session is not session
+    assert engine.state is not session
 
 
 class FakeCuda:

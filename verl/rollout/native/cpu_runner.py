@@ -183,6 +183,7 @@ class CPURunner:
         self.cache = cache
         self.stopper = stopper
         self._settings: tuple[list[Sequence], SamplingBatch] | None = None
+        self._drawn: tuple[list[Sequence], list[int], list[float]] = ([], [], [])
 
     def configure(self, stopper: Stopper, kinds: Kinds) -> None:
         self.stopper = stopper
@@ -191,16 +192,23 @@ class CPURunner:
         """Continue with another module of the same architecture."""
         self.backbone = Backbone(model)
 
-    def step(self, scheduler: Scheduler) -> list[tuple[Sequence, FinishReason]]:
-        """One scheduling iteration; the sequences that finished, and why."""
+    def schedule(self, scheduler: Scheduler) -> Step:
+        """What to compute now; running rows are adjacent in memory."""
         step = scheduler.schedule()
         scheduler.compact(step)
-        samplers, tokens, log_probs = self.forward(step)
-        check_finite(log_probs)
+        return step
+
+    def run(self, scheduler: Scheduler, step: Step) -> None:
+        """One pass, and a token for each sequence that draws."""
+        self._drawn = self.forward(step)
+        check_finite(self._drawn[2])
         scheduler.complete(step)
-        scheduler.stats.drawn_tokens += len(samplers)
+
+    def finished(self, scheduler: Scheduler) -> list[tuple[Sequence, FinishReason]]:
+        """The sequences that ended with the tokens of the last pass, and why."""
+        scheduler.stats.drawn_tokens += len(self._drawn[0])
         ended: list[tuple[Sequence, FinishReason]] = []
-        for sequence, token, log_prob in zip(samplers, tokens, log_probs, strict=True):
+        for sequence, token, log_prob in zip(*self._drawn, strict=True):
             sequence.tokens.append(token)
             sequence.log_probs.append(log_prob)
             newest = len(sequence.tokens) - 1
