@@ -149,24 +149,29 @@ def _shard(
 
 def _load(settings: EngineSettings, ranks: Ranks) -> tuple[nn.Module, ParameterIndex | None]:
     """The model of `model.path`: loaded with one rank; with several, on the meta device with an index of its files."""
-    model_cfg, scalar = settings.model, settings.scalar
-    options = settings.load_options()
-    if scalar:
-        options["reward"] = settings.kind == "reward"
-    load = load_value_model if scalar else load_causal_lm
     if ranks.world_size == 1:
-        return load(model_cfg.path, device=ranks.device, **options), None
-    try:
-        return (open_value_model if scalar else open_causal_lm)(model_cfg.path, **options)
-    except CannotStream as reason:
-        log.warning(
-            "%s: every rank loads all of %r into host memory before sharding: %s",
-            settings.kind,
-            model_cfg.path,
-            reason,
-        )
+        return load_model(settings, ranks.device), None
     # Sharding moves it to the device layer by layer, so that the device never holds all of it.
-    return load(model_cfg.path, device=torch.device("cpu"), **options), None
+    return open_model(settings) or (load_model(settings, torch.device("cpu")), None)
+
+
+def load_model(settings: EngineSettings, device: torch.device) -> nn.Module:
+    """The model of `model.path` on a device."""
+    load = load_value_model if settings.scalar else load_causal_lm
+    return load(settings.model.path, device=device, **settings.load_options())
+
+
+def open_model(settings: EngineSettings) -> tuple[nn.Module, ParameterIndex] | None:
+    """The model of `model.path` on the meta device, and where in its files the weights are; None, and a warning, where
+    they cannot be read in parts."""
+    opened = open_value_model if settings.scalar else open_causal_lm
+    path = settings.model.path
+    try:
+        return opened(path, **settings.load_options())
+    except CannotStream as reason:
+        text = "%s: every rank loads all of %r into host memory before sharding: %s"
+        log.warning(text, settings.kind, path, reason)
+        return None
 
 
 def _prepared(settings: EngineSettings, model: Any, ranks: Ranks) -> Any:

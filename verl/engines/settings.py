@@ -68,11 +68,12 @@ class EngineSettings:
         """How `model.path` is opened; an error without one."""
         if not self.model.path:
             raise ModelError("no model: set actor_rollout_ref.model.path to a Hugging Face folder or name")
-        return {
+        options = {
             "dtype": self.dtype,
             "trust_remote_code": bool(self.model.trust_remote_code),
             "override_config": dict(self.model.override_config),
         }
+        return {**options, "reward": self.kind == "reward"} if self.scalar else options
 
     def optimizer_options(self) -> dict[str, Any]:
         """Of `MasterAdamW`, besides its parameters."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import nn
 
 from verl.config.known import MEGATRON_MODELS
 from verl.config.parallelism import Layout, divisors, layout_of
+from verl.engines.build import load_model, open_model
 from verl.engines.megatron.engine import NO_LORA, MegatronEngine
 from verl.engines.megatron.groups import groups_of
 from verl.engines.megatron.layers import is_mixture
@@ -26,13 +26,10 @@ from verl.errors import ConfigError, ModelError
 from verl.models.config_files import disable_dropout
 from verl.models.introspection import decoder_layers, token_weights
 from verl.models.kernels import triton_fault
-from verl.models.loading import CannotStream, load_causal_lm, load_value_model
-from verl.models.meta_init import ParameterIndex, open_causal_lm, open_value_model
+from verl.models.meta_init import ParameterIndex
 from verl.models.rope import position_limit
 from verl.models.ulysses import SequenceGroup
 from verl.models.value_model import ValueModel
-
-log = logging.getLogger(__name__)
 
 
 def build_megatron(
@@ -55,7 +52,10 @@ def build_megatron(
     layout = layout_of(role_cfg, ranks.world_size)
     torch.manual_seed(settings.seed)
     hf: Any
-    hf, index = open_model(settings) if model is None else _taken(settings, model)
+    if model is None:
+        hf, index = open_model(settings) or _on_meta(settings, load_model(settings, torch.device("cpu")))
+    else:
+        hf, index = _taken(settings, model)
     check_layout(hf.config.get_text_config(), layout, ranks.world_size)
     groups = groups_of(layout)
     stage = StageModel(
@@ -84,6 +84,11 @@ def _taken(settings: EngineSettings, model: Any) -> tuple[Any, ParameterIndex]:
     disable_dropout(model)
     if settings.model.dtype == "auto":
         settings.dtype = next(model.parameters()).dtype
+    return _on_meta(settings, model)
+
+
+def _on_meta(settings: EngineSettings, model: Any) -> tuple[Any, ParameterIndex]:
+    """A model in memory as one on the meta device, and where its weights are."""
     hf = copy_to_meta(model)
     if hf is None:
         raise ModelError(f"{type(model).__name__} cannot be copied; set strategy=fsdp for this model")
@@ -153,29 +158,6 @@ def check_layout(hf: Any, layout: Layout, world: int) -> None:
             "megatron.tensor_model_parallel_size must be 1 for a mixture of experts; split the experts by "
             "megatron.expert_model_parallel_size"
         )
-
-
-def open_model(settings: EngineSettings) -> tuple[Any, ParameterIndex]:
-    """The model of `model.path` on the meta device, and where its weights are: in its files or, where those cannot be
-    read in parts, in host memory."""
-    model_cfg, critic = settings.model, settings.kind == "critic"
-    options = settings.load_options()
-    try:
-        return (open_value_model if critic else open_causal_lm)(model_cfg.path, **options)
-    except CannotStream as reason:
-        log.warning(
-            "%s: every rank loads all of %r into host memory before sharding: %s",
-            settings.kind,
-            model_cfg.path,
-            reason,
-        )
-    whole = (load_value_model if critic else load_causal_lm)(model_cfg.path, device="cpu", **options)
-    module = copy_to_meta(whole)
-    if module is None:
-        raise ModelError(
-            f"{type(whole).__name__} cannot be copied to the meta device; set strategy=fsdp for it"
-        )
-    return module, ParameterIndex.of(whole, settings.dtype)
 
 
 @torch.no_grad()
