@@ -80,7 +80,7 @@ def check_packing(device: torch.device) -> Iterator[Row]:
 
 def check_layers(device: torch.device) -> Iterator[Row]:
     """The fused norms and MLPs, and the one-pass optimiser, against the plain ones."""
-    from verl.engines.adamw import OnePassAdamW, TorchAdamW
+    from verl.engines.adamw import AdamWOptions, OnePassAdamW, TorchAdamW
     from verl.engines.optim import MasterAdamW, Schedule
     from verl.models.fused_layers import fuse
 
@@ -111,7 +111,7 @@ def check_layers(device: torch.device) -> Iterator[Row]:
         param = torch.nn.Parameter(torch.randn(700, 300, device=device).bfloat16())
         optimizer = MasterAdamW([("w", param)], schedule=Schedule(lr=0.01), grad_clip=1.0)
         if not one_pass:
-            optimizer.rule = TorchAdamW(optimizer.masters, 0.01, betas=(0.9, 0.999), eps=1e-8)
+            optimizer.rule = TorchAdamW(optimizer.masters, AdamWOptions())
         elif not isinstance(optimizer.rule, OnePassAdamW):
             yield ("one-pass AdamW = torch", "not used", "WRONG")
             return

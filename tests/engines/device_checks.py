@@ -79,13 +79,13 @@ def make_engine(
     from verl.config.schema import ActorConfig, ModelConfig
     from verl.engines.build import assemble
     from verl.engines.settings import read_settings
-    from verl.engines.sharding import Ranks
+    from verl.engines.sharding import EngineRanks
 
     role = ActorConfig(ppo_micro_batch_size_per_gpu=4, use_cuda_graphs=graphs)
     role.optim.lr = 1e-3
     config = ModelConfig(dtype=str(dtype).removeprefix("torch."), **options)
     settings = read_settings("actor", config, role, device=DEVICE)
-    ranks = Ranks(DEVICE)
+    ranks = EngineRanks(DEVICE)
     if sharded and ranks.mesh is None:
         if not dist.is_initialized():
             backend = "cpu:gloo,cuda:nccl" if DEVICE.type == "cuda" else "gloo"

@@ -27,7 +27,7 @@ from verl.engines.megatron.pipeline import PipelineRunner
 from verl.engines.megatron.places import places
 from verl.engines.optim import MasterAdamW, Schedule
 from verl.engines.settings import MicroBatchSize
-from verl.engines.sharding import Ranks
+from verl.engines.sharding import EngineRanks
 from verl.errors import TrainingHalted
 from verl.models.fused_linear import HeadOptions
 from verl.models.value_model import ValueModel
@@ -63,7 +63,7 @@ def make_stage(whole: Any, groups: ParallelGroups, recompute: bool = False) -> S
 def make_runner(stage: StageModel, size: MicroBatchSize) -> PipelineRunner:
     return PipelineRunner(
         stage,
-        Ranks(CPU, None),
+        EngineRanks(CPU, None),
         groups=stage.groups,
         train_size=size,
         forward_size=size,

@@ -22,7 +22,7 @@ import gloo_worker
 from verl.checkpoint.tensors import local_chunks, read_into, write_chunks
 from verl.config.parallelism import Layout
 from verl.engines.megatron.build import load_stage
-from verl.engines.megatron.engine import GatheredWeights, StageTensors, as_dtensor, elsewhere, replicated
+from verl.engines.megatron.engine import GatheredStages, StageTensors, as_dtensor, elsewhere, replicated
 from verl.engines.megatron.groups import groups_of
 from verl.engines.megatron.model import StageModel
 from verl.engines.megatron.places import Place, places
@@ -154,7 +154,7 @@ def check_export(
     assert all(torch.equal(found[name], value) for name, value in wanted.items())
     half = StageTensors(hf, stage, table, torch.bfloat16)
     assert all(torch.equal(tensor, wanted[name].bfloat16()) for name, tensor in half.each())
-    copy = GatheredWeights(hf, tensors, CPU)
+    copy = GatheredStages(hf, tensors, CPU)
     with copy.gathered() as module:
         addresses = [param.data_ptr() for param in module.parameters()]
         assert all(torch.equal(module.state_dict()[name], value) for name, value in wanted.items())

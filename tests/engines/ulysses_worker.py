@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import conftest
 import gloo_worker
 
-from verl.engines.sharding import Ranks
+from verl.engines.sharding import EngineRanks
 from verl.errors import TrainingHalted
 from verl.models.attention import AttentionCall, PackedAttention
 from verl.models.ulysses import UlyssesAttention
@@ -135,7 +135,7 @@ def split_over_two(rank: int, world: int, folder: Path) -> dict[str, Any]:
 
 def attention(rank: int, world: int, folder: Path) -> dict[str, Any]:
     """Output and gradients of the attention itself, also for values of another size than keys."""
-    sequence = Ranks(torch.device("cpu")).sequence_group(world)
+    sequence = EngineRanks(torch.device("cpu")).sequence_group(world)
     whole = PackedAttention.from_lengths([5, 3, 8], "cpu")
     mine = slice(rank * 16 // world, (rank + 1) * 16 // world)
     for kv_heads in (1, 2, 3, 4, 6, 12):

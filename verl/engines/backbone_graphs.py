@@ -93,17 +93,8 @@ class _CapturedPass:
         self.input_ids = torch.zeros_like(at)[None]
         self.position_ids = (at % size.longest)[None]
         self.cu_seqlens = bounds.clamp(max=size.tokens).int()
-        nothing = at[:0]
-        pack = Pack(
-            self.input_ids,
-            self.position_ids,
-            _FixedAttention(self.cu_seqlens, size),
-            nothing,
-            nothing,
-            nothing,
-            0,
-            0,
-        )
+        nothing, attention = at[:0], _FixedAttention(self.cu_seqlens, size)
+        pack = Pack(self.input_ids, self.position_ids, attention, nothing, nothing, nothing, 0, 0)
         backbone = backbone_of(model)
         names = {id(param): name for name, param in optimizer.params.items()}
         # The model runs on aliases: autograd would wait for the stream on which the parameters themselves were first

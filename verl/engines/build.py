@@ -20,7 +20,7 @@ from verl.engines.fsdp import FSDPEngine
 from verl.engines.microbatch_runner import MicroBatchRunner
 from verl.engines.optim import MasterAdamW
 from verl.engines.settings import EngineSettings, Kind, read_settings
-from verl.engines.sharding import Ranks, load_shards, reshard, shard
+from verl.engines.sharding import EngineRanks, load_shards, reshard, shard
 from verl.engines.weights import GatheredCopy, copy_to_meta
 from verl.errors import ConfigError, ModelError
 from verl.models.attention import keep_score_cap, register_attention, use_verl_attention
@@ -52,7 +52,7 @@ def build_fsdp(
 ) -> FSDPEngine:
     """Strategies `fsdp` and `fsdp2`; arguments as in `verl.engines.build_engine`."""
     settings = read_settings(kind, model_cfg, role_cfg, **options)
-    ranks = Ranks(settings.device, role_cfg.fsdp_config.fsdp_size)
+    ranks = EngineRanks(settings.device, role_cfg.fsdp_config.fsdp_size)
     sequence = ranks.sequence_group(role_cfg.ulysses_sequence_parallel_size)
     torch.manual_seed(settings.seed)
     module, index = _load(settings, ranks) if model is None else (_prepared(settings, model, ranks), None)
@@ -62,7 +62,7 @@ def build_fsdp(
 def assemble(
     module: Any,
     settings: EngineSettings,
-    ranks: Ranks,
+    ranks: EngineRanks,
     *,
     index: ParameterIndex | None = None,
     external: torch.optim.Optimizer | None = None,
@@ -147,7 +147,7 @@ def _shard(
     return None if copy is None else GatheredCopy(module, copy, settings.device, settings.dtype)
 
 
-def _load(settings: EngineSettings, ranks: Ranks) -> tuple[nn.Module, ParameterIndex | None]:
+def _load(settings: EngineSettings, ranks: EngineRanks) -> tuple[nn.Module, ParameterIndex | None]:
     """The model of `model.path`: loaded with one rank; with several, on the meta device with an index of its files."""
     if ranks.world_size == 1:
         return load_model(settings, ranks.device), None
@@ -174,7 +174,7 @@ def open_model(settings: EngineSettings) -> tuple[nn.Module, ParameterIndex] | N
         return None
 
 
-def _prepared(settings: EngineSettings, model: Any, ranks: Ranks) -> Any:
+def _prepared(settings: EngineSettings, model: Any, ranks: EngineRanks) -> Any:
     """A user's model as the engine needs it."""
     if hasattr(model, "get_base_model"):  # a model of peft
         model = model.get_base_model()
@@ -205,7 +205,7 @@ def _choose_trained(module: Any, settings: EngineSettings) -> None:
         module.get_input_embeddings().requires_grad_(False)
 
 
-def _mesh(settings: EngineSettings, ranks: Ranks) -> DeviceMesh | None:
+def _mesh(settings: EngineSettings, ranks: EngineRanks) -> DeviceMesh | None:
     """With one rank there is nothing to shard; only host offloading layer by layer needs a mesh, of one."""
     if ranks.mesh is not None or not (
         settings.role.fsdp_config.offload_policy and ranks.device.type == "cuda"

@@ -12,7 +12,7 @@ the pass are garbage on every rank (the dummy batch took part in the reductions)
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,51 +28,26 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class _CountedCollective:
-    """One kind of collective of one FSDP module: how often it was issued in this pass, how often to skip it."""
+    """One kind of collective of one FSDP module: how often it was issued in this pass, how often to skip it. What
+    `FSDPModule.set_custom_all_gather` and `set_custom_reduce_scatter` take."""
 
-    def __init__(self) -> None:
+    def __init__(self, collective: Callable[..., Any]) -> None:
+        self._collective = collective
         self.issued = 0
         self.skip = 0
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def _call(self, collective: Any, output: torch.Tensor, *args: Any, **options: Any) -> Any:
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **options: Any) -> Any:
         if self.skip:
             self.skip -= 1
             # Nothing computed from it is used, but it must not be NaN or out of range for the rest of the pass to run.
-            output.zero_()
+            output_tensor.zero_()
             return None
-        work = collective(output, *args, **options)
+        work = self._collective(output_tensor, input_tensor, **options)
         self.issued += 1
         return work
-
-
-class _AllGather(_CountedCollective):
-    """What `FSDPModule.set_custom_all_gather` takes."""
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> Any:
-        return self._call(_all_gather, output_tensor, input_tensor, group=group, async_op=async_op)
-
-
-class _ReduceScatter(_CountedCollective):
-    """What `FSDPModule.set_custom_reduce_scatter` takes."""
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> Any:
-        return self._call(_reduce_scatter, output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
 class _ModuleCollectives:
@@ -83,7 +58,8 @@ class _ModuleCollectives:
         self.module, self.replicated = module, replicated
         self._parameter = _first_parameter(module)
         self._was_gathered = False
-        self.all_gather, self.reduce_scatter = _AllGather(), _ReduceScatter()
+        self.all_gather = _CountedCollective(_all_gather)
+        self.reduce_scatter = _CountedCollective(_reduce_scatter)
         self.all_reduces = 0
         module.set_custom_all_gather(self.all_gather)
         module.set_custom_reduce_scatter(self.reduce_scatter)

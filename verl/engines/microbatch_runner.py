@@ -29,7 +29,7 @@ from verl.engines.collective_replay import CollectiveReplay
 from verl.engines.offload import ActivationOffload
 from verl.engines.out_of_memory import OOMReport
 from verl.engines.settings import MicroBatchSize
-from verl.engines.sharding import Ranks, reshard
+from verl.engines.sharding import EngineRanks, reshard
 from verl.errors import TrainingHalted
 from verl.models.distillation import TEACHER_TENSORS, Teacher, student_forward
 from verl.models.fused_linear import FEWEST_COLUMNS, HeadOptions, slice_bytes
@@ -73,7 +73,7 @@ class MicroBatchRunner:
     def __init__(
         self,
         model: Any,
-        ranks: Ranks,
+        ranks: EngineRanks,
         *,
         train_size: MicroBatchSize,
         forward_size: MicroBatchSize,

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import (
 )
 
 from verl import distributed
+from verl.config.parallelism import divisors
 from verl.config.sections.model import FSDPConfig
 from verl.errors import ConfigError
 from verl.models.introspection import decoder_layers
@@ -35,7 +36,7 @@ from verl.models.ulysses import SIZE_KEY, SequenceGroup
 from verl.watchdog import Heartbeat
 
 
-class Ranks(distributed.Ranks):
+class EngineRanks(distributed.Ranks):
     """The ranks that train together, their mesh, and the heartbeat by which a dead one is noticed."""
 
     def __init__(self, device: torch.device, fsdp_size: int | None = -1) -> None:
@@ -50,11 +51,7 @@ class Ranks(distributed.Ranks):
     def _make_mesh(self, fsdp_size: int) -> DeviceMesh:
         world = self.world_size
         shards = world if fsdp_size in (-1, 0) or fsdp_size >= world else fsdp_size
-        if world % shards:
-            allowed = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
-            raise ConfigError(
-                f"fsdp_config.fsdp_size={fsdp_size} does not divide the {world} ranks; allowed: -1 (all), {allowed}"
-            )
+        self._check_divides("fsdp_config.fsdp_size", shards, "-1 (all), ")
         if shards == world:
             return init_device_mesh(self.device.type, (world,), mesh_dim_names=("shard",))
         mesh = init_device_mesh(
@@ -64,15 +61,18 @@ class Ranks(distributed.Ranks):
             distributed.with_timeout(group)
         return mesh
 
+    def _check_divides(self, key: str, size: int, also: str = "") -> None:
+        if self.world_size % size:
+            allowed = ", ".join(map(str, divisors(self.world_size)))
+            raise ConfigError(
+                f"{key}={size} does not divide the {self.world_size} ranks; allowed: {also}{allowed}"
+            )
+
     def sequence_group(self, size: int) -> SequenceGroup | None:
         """The ranks, neighbours, that split sequences with this one (collective); None where `size` is 1."""
         if size == 1:
             return None
-        if self.world_size % size:
-            allowed = ", ".join(str(n) for n in range(1, self.world_size + 1) if self.world_size % n == 0)
-            raise ConfigError(
-                f"{SIZE_KEY}={size} does not divide the {self.world_size} ranks; allowed: {allowed}"
-            )
+        self._check_divides(SIZE_KEY, size)
         mesh = _sequence_mesh(dist.group.WORLD, self.device.type, size)
         # FSDP averages gradients over all ranks.
         group = distributed.with_timeout(mesh.get_group("sequence"))
@@ -172,11 +172,10 @@ def unsharded(model: nn.Module, options: FSDPConfig) -> Iterator[nn.Module]:
 # -- loading --------------------------------------------------------------------------------------------------------
 
 
-def _rows_of_rank(rows: int, mesh: DeviceMesh) -> tuple[int, int]:
-    """Which of `rows` rows this rank holds: equal chunks, rounded up, so that the last ranks may have fewer."""
-    shards, rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
-    each = -(-rows // shards)
-    return min(rank * each, rows), min((rank + 1) * each, rows)
+def row_range(rows: int, replica: int, replicas: int) -> tuple[int, int]:
+    """Which of `rows` rows a replica or shard holds: equal chunks, rounded up, so that the last may have fewer."""
+    each = -(-rows // replicas)
+    return min(replica * each, rows), min((replica + 1) * each, rows)
 
 
 @torch.no_grad()
@@ -198,7 +197,8 @@ def load_shards(model: nn.Module, mesh: DeviceMesh, index: ParameterIndex, devic
         if name in real:
             _local(param).copy_(real[name])
             continue
-        start, stop = _rows_of_rank(param.shape[0], mesh)
+        last = mesh.ndim - 1
+        start, stop = row_range(param.shape[0], mesh.get_local_rank(last), mesh.size(last))
         if stop > start:
             index.read_rows(plain_name(name) or name, start, stop, _local(param))
 

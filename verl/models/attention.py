@@ -286,7 +286,7 @@ def choose_backend(
     float32 and large heads, which they lack too, go by runs of one length."""
     if (
         not on_cuda or is_in_torch_dispatch_mode()
-    ):  # where FlexAttention cannot compile (`float32_arithmetic`)
+    ):  # there (`float32_arithmetic`) FlexAttention cannot compile
         return "sdpa"
     if softcap is not None:
         return "flex"
@@ -321,17 +321,13 @@ def dense_attention(call: AttentionCall) -> torch.Tensor:
     for start in range(0, length, step := max(window, _FEWEST_QUERIES)):
         # These queries with the keys their windows reach: the mask grows with the length, not with its square.
         stop, first = min(start + step, length), max(start - window + 1, 0)
-        behind = torch.arange(start, stop, device=q.device)[:, None] - torch.arange(
-            first, stop, device=q.device
-        )
+        position = torch.arange(first, stop, device=q.device)
+        behind = position[start - first :, None] - position
+        mask = (behind >= 0) & (behind < window)
+        q_part, k_part, v_part = q[:, :, start:stop], k[:, :, first:stop], v[:, :, first:stop]
         parts.append(
             F.scaled_dot_product_attention(
-                q[:, :, start:stop],
-                k[:, :, first:stop],
-                v[:, :, first:stop],
-                attn_mask=(behind >= 0) & (behind < window),
-                scale=scaling,
-                enable_gqa=grouped,
+                q_part, k_part, v_part, attn_mask=mask, scale=scaling, enable_gqa=grouped
             )
         )
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)

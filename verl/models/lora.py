@@ -173,9 +173,8 @@ def _name_others(model: nn.Module, adapted: Sequence[str]) -> None:
 
 def _is_linear(module: nn.Module) -> bool:
     """Llama-4's router, for example, is derived from a linear layer and computes something else."""
-    return (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward) or is_transposed(
-        module
-    )
+    plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    return plain or is_transposed(module)
 
 
 def is_transposed(module: nn.Module) -> bool:
@@ -202,7 +201,7 @@ def add_lora(
             f"the model has LoRA adapters of rank {config.r}, but model.lora_rank={rank}; leave the key out"
         )
     model.requires_grad_(False)
-    for _, module in _adapted(model):
+    for _, module in adapted_layers(model):
         for part in (module.lora_A, module.lora_B):
             part[ADAPTER].requires_grad_(True)
         module.forward = MethodType(_forward, module)
@@ -289,16 +288,10 @@ def has_lora(model: Any) -> bool:
     return getattr(model, "verl_lora_config", None) is not None
 
 
-def _adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    for name, module in model.named_modules():
-        if hasattr(module, "lora_A") and ADAPTER in module.lora_A:
-            yield name, module
-
-
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """The model as it was loaded, while the context lasts."""
-    modules = [module for _, module in _adapted(model)]
+    modules = [module for _, module in adapted_layers(model)]
     for module in modules:
         module._disable_adapters = True
     try:
@@ -330,7 +323,7 @@ def merge_lora(
 
 def merged_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Every weight, unsharded, under the name it had before adapters, with the adapter's product added."""
-    deltas = {f"{name}.base_layer.weight": module for name, module in _adapted(model)}
+    deltas = {f"{name}.base_layer.weight": module for name, module in adapted_layers(model)}
     for name, value in model.state_dict(keep_vars=True).items():
         plain = plain_name(name)
         if plain is None:

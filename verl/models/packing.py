@@ -310,9 +310,8 @@ def head_outputs(
         head = model.head
         bias = None if head.bias is None else head.bias.float()
         values = nn.functional.linear(hidden.float(), head.weight.float(), bias)
-        return {
-            "values": values.sum(dim=-1)
-        }  # not a view: the sharding hooks must survive operations in place
+        # Not a view: the sharding hooks must survive operations in place.
+        return {"values": values.sum(dim=-1)}
     head = output_head(model)
     options = replace(options or HeadOptions(), softcap=head.softcap, scale=head.scale)
     out = fused_head(hidden, head.weight, pack.target, bias=head.bias, options=options)

@@ -44,13 +44,14 @@ _PINNED, _ON_DEVICE, _READ_WRITE = 1, 1, 3
 
 
 class _Driver:
-    """The few calls of libcuda needed here; a call that fails raises RuntimeError."""
+    """The few calls of libcuda needed here; a call that fails raises RuntimeError. Integers are 64 bits wide."""
 
     def __init__(self) -> None:
         self.library = ctypes.CDLL("libcuda.so.1")
 
     def __call__(self, name: str, *arguments: Any) -> None:
-        code = getattr(self.library, name)(*arguments)
+        wide = [ctypes.c_uint64(x) if isinstance(x, int) else x for x in arguments]
+        code = getattr(self.library, name)(*wide)
         if code != 0:
             raise RuntimeError(f"{name} failed with CUDA error {code}")
 
@@ -65,56 +66,37 @@ class VMMBuffer:
         self._location = _Location(_ON_DEVICE, index)
         self._properties = _Properties(type=_PINNED, location=self._location)
         granularity = ctypes.c_size_t()
-        self._driver(
-            "cuMemGetAllocationGranularity", ctypes.byref(granularity), ctypes.byref(self._properties), 0
-        )
+        properties = ctypes.byref(self._properties)
+        self._driver("cuMemGetAllocationGranularity", ctypes.byref(granularity), properties, 0)
         self.size = -(-size // granularity.value) * granularity.value
         self._address = ctypes.c_uint64()
         self._handle = ctypes.c_uint64()
         self.mapped = False
-        self._driver(
-            "cuMemAddressReserve",
-            ctypes.byref(self._address),
-            ctypes.c_size_t(self.size),
-            ctypes.c_size_t(0),
-            ctypes.c_uint64(0),
-            ctypes.c_uint64(0),
-        )
+        self._driver("cuMemAddressReserve", ctypes.byref(self._address), self.size, 0, 0, 0)
         self.wake_up()
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        return {
-            "shape": (self.size,),
-            "typestr": "|u1",
-            "data": (self._address.value, False),
-            "version": 3,
-        }
+        return {"shape": (self.size,), "typestr": "|u1", "data": (self._address.value, False), "version": 3}
 
     def wake_up(self) -> None:
         """Allocate memory behind the range; its content is undefined. RuntimeError when there is too little."""
         if self.mapped:
             return
-        size = ctypes.c_size_t(self.size)
         torch.cuda.synchronize(self._device)
         try:
             self._create()
         except RuntimeError:
             torch.cuda.empty_cache()  # what torch keeps for later is not free to the driver
             self._create()
-        self._driver("cuMemMap", self._address, size, ctypes.c_size_t(0), self._handle, ctypes.c_uint64(0))
+        self._driver("cuMemMap", self._address, self.size, 0, self._handle, 0)
         self.mapped = True
         access = _Access(self._location, _READ_WRITE)
-        self._driver("cuMemSetAccess", self._address, size, ctypes.byref(access), ctypes.c_size_t(1))
+        self._driver("cuMemSetAccess", self._address, self.size, ctypes.byref(access), 1)
 
     def _create(self) -> None:
-        self._driver(
-            "cuMemCreate",
-            ctypes.byref(self._handle),
-            ctypes.c_size_t(self.size),
-            ctypes.byref(self._properties),
-            ctypes.c_uint64(0),
-        )
+        handle, properties = ctypes.byref(self._handle), ctypes.byref(self._properties)
+        self._driver("cuMemCreate", handle, self.size, properties, 0)
 
     def sleep(self) -> None:
         """Release the memory."""
@@ -122,13 +104,13 @@ class VMMBuffer:
             return
         torch.cuda.synchronize(self._device)
         self.mapped = False
-        self._driver("cuMemUnmap", self._address, ctypes.c_size_t(self.size))
+        self._driver("cuMemUnmap", self._address, self.size)
         self._driver("cuMemRelease", self._handle)
 
     def __del__(self) -> None:
         try:
             self.sleep()
-            self._driver("cuMemAddressFree", self._address, ctypes.c_size_t(self.size))
+            self._driver("cuMemAddressFree", self._address, self.size)
         except (RuntimeError, AttributeError, TypeError):  # the process ends, or __init__ failed
             pass
 

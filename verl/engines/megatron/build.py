@@ -10,8 +10,9 @@ from torch import nn
 
 from verl.config.known import MEGATRON_MODELS
 from verl.config.parallelism import Layout, divisors, layout_of
+from verl.engines.base import no_adapters
 from verl.engines.build import load_model, open_model
-from verl.engines.megatron.engine import NO_LORA, MegatronEngine
+from verl.engines.megatron.engine import MegatronEngine
 from verl.engines.megatron.groups import groups_of
 from verl.engines.megatron.layers import is_mixture
 from verl.engines.megatron.model import StageModel
@@ -20,7 +21,7 @@ from verl.engines.megatron.pipeline import PipelineRunner
 from verl.engines.megatron.places import Place, places
 from verl.engines.microbatch_runner import MicroBatchRunner
 from verl.engines.settings import EngineSettings, Kind, read_settings
-from verl.engines.sharding import Ranks
+from verl.engines.sharding import EngineRanks
 from verl.engines.weights import copy_to_meta
 from verl.errors import ConfigError, ModelError
 from verl.models.config_files import disable_dropout
@@ -46,9 +47,9 @@ def build_megatron(
         raise ConfigError("strategy=megatron has its own optimiser; set strategy=fsdp for one of yours")
     settings = read_settings(kind, model_cfg, role_cfg, **options)
     if settings.lora:
-        raise ConfigError(NO_LORA)
+        raise ConfigError(no_adapters("strategy=megatron"))
     device, trained = settings.device, settings.trained
-    ranks = Ranks(device, fsdp_size=None)
+    ranks = EngineRanks(device, fsdp_size=None)
     layout = layout_of(role_cfg, ranks.world_size)
     torch.manual_seed(settings.seed)
     hf: Any
@@ -96,7 +97,7 @@ def _on_meta(settings: EngineSettings, model: Any) -> tuple[Any, ParameterIndex]
 
 
 def _runner(
-    stage: StageModel, hf: Any, table: list[Place], settings: EngineSettings, ranks: Ranks
+    stage: StageModel, hf: Any, table: list[Place], settings: EngineSettings, ranks: EngineRanks
 ) -> MicroBatchRunner:
     groups, layout, config = stage.groups, stage.groups.layout, hf.config.get_text_config()
     weights = sum(count for layer in decoder_layers(hf) for _, count in token_weights(layer, config))

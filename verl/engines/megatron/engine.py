@@ -7,11 +7,9 @@ others, one at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Container, Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -29,18 +27,14 @@ from verl.engines.megatron.optimizer import StageAdamW
 from verl.engines.megatron.places import Place
 from verl.engines.microbatch_runner import MicroBatchRunner
 from verl.engines.offload import ModelMemory
-from verl.engines.runner_engine import RunnerEngine, engine_info
+from verl.engines.runner_engine import RunnerEngine
 from verl.engines.settings import EngineSettings
-from verl.engines.sharding import Ranks
-from verl.engines.weights import EngineWeights, GatheredModule, save_config, save_folder
-from verl.errors import ConfigError
+from verl.engines.sharding import EngineRanks
+from verl.engines.weights import EngineWeights, GatheredModule, bind
 from verl.models.attention import use_verl_attention
 from verl.models.fused_layers import fuse
 from verl.models.packing import attach
 from verl.models.weight_source import Adapter, NamedTensors, Names, renamed
-
-if TYPE_CHECKING:
-    from verl.engines.base import TrainEngine
 
 
 class StageTensors:
@@ -111,17 +105,7 @@ class SharedModule:
     def __init__(self, hf: nn.Module, model: StageModel, table: list[Place], device: torch.device) -> None:
         self.module, self._model, self._table = hf, model, table
         prepare_for_rollout(hf, device)
-        bound = {
-            id(hf.get_parameter(place.name)): nn.Parameter(self._view(place), requires_grad=False)
-            for place in table
-        }
-        for owner in hf.modules():
-            for name, param in owner._parameters.items():
-                if param is not None:
-                    owner._parameters[name] = bound[id(param)]  # a tied one under each of its names
-            for name, buffer in owner._buffers.items():
-                if buffer is not None:
-                    owner._buffers[name] = buffer.to(device)
+        bind(hf, [(hf.get_parameter(place.name), self._view(place)) for place in table], device)
 
     def _view(self, place: Place) -> torch.Tensor:
         return place.view(self._model.get_parameter(place.parameter).data)
@@ -134,7 +118,7 @@ class SharedModule:
         yield self.module
 
 
-class GatheredWeights(GatheredModule):
+class GatheredStages(GatheredModule):
     """The Hugging Face module with the weights of all ranks, for generating."""
 
     def __init__(self, hf: nn.Module, tensors: StageTensors, device: torch.device) -> None:
@@ -153,34 +137,21 @@ class GatheredWeights(GatheredModule):
 class MegatronWeights(EngineWeights):
     """Parts are gathered one weight at a time; `module` gathers all of them."""
 
-    def __init__(
-        self,
-        engine: TrainEngine,
-        hf: nn.Module,
-        tensors: StageTensors,
-        ranks: Ranks,
-        gather: Callable[[], AbstractContextManager[nn.Module]],
-        same_rows: Any,
-    ) -> None:
-        super().__init__(engine, hf, ranks, gather, same_rows)
-        self._tensors = tensors
+    def __init__(self, engine: MegatronEngine) -> None:
+        super().__init__(engine)
+        self._tensors = engine.tensors
 
     def named_tensors(self, names: Names = "hf") -> NamedTensors:
         self._engine.onload(optimizer=False)
-        with self._ranks.watching():
+        with self._engine.watching():
             for name, tensor in self._tensors.each():
-                yield from renamed(self._model, name, tensor, names)
+                yield from renamed(self._engine.hf, name, tensor, names)
 
     def base_tensors(self, names: Names = "hf") -> NamedTensors:
         return self.named_tensors(names)
 
     def adapter(self) -> Adapter | None:
         return None
-
-    def save_hf(self, folder: Path) -> None:
-        """As a Hugging Face folder. The first rank writes, and holds all weights once in host memory."""
-        write = self._ranks.rank == 0
-        save_folder(self._model, self.named_tensors(), folder, self.dtype, write=write)
 
 
 @lru_cache(maxsize=32)
@@ -234,9 +205,6 @@ def elsewhere(shapes: Mapping[str, tuple[int, ...]], own: Container[str]) -> dic
     return {name: torch.empty(shape, device="meta") for name, shape in shapes.items() if name not in own}
 
 
-NO_LORA = "strategy=megatron has no LoRA adapters; set strategy=fsdp for this role, or model.lora_rank=0"
-
-
 class MegatronEngine(RunnerEngine):
     """Built by `verl.engines.megatron.build`."""
 
@@ -246,54 +214,37 @@ class MegatronEngine(RunnerEngine):
         hf: nn.Module,
         table: list[Place],
         settings: EngineSettings,
-        ranks: Ranks,
+        ranks: EngineRanks,
         runner: MicroBatchRunner,
     ) -> None:
         """`hf`: the Hugging Face model on the meta device; `table`: where its weights are in `model`."""
-        super().__init__(engine_info(hf, settings, ranks, packed=True), settings, ranks, runner)
-        self._model, self._hf, self._table = model, hf, table
-        self._groups = model.groups
-        self._memory = ModelMemory(model, ranks.device, sharded=False)
-        self._tensors = StageTensors(hf, model, table, settings.dtype)
+        memory = ModelMemory(model, ranks.device, sharded=False)
+        super().__init__(hf, settings, ranks, runner, memory)
+        self._model, self._table, self._groups = model, table, model.groups
+        self.same_rows = self._groups.model
+        self.tensors = StageTensors(hf, model, table, settings.dtype)
         layout = self._groups.layout
-        whole = layout.tp == layout.pp == layout.ep == 1
-        self._gathered = (
-            SharedModule(hf, model, table, ranks.device)
-            if whole
-            else GatheredWeights(hf, self._tensors, ranks.device)
-        )
+        self._rollout_module: SharedModule | GatheredStages
+        if layout.tp == layout.pp == layout.ep == 1:
+            self._rollout_module = SharedModule(hf, model, table, ranks.device)
+        else:
+            self._rollout_module = GatheredStages(hf, self.tensors, ranks.device)
 
     def float32_log_probs(self, batch: DataProto, *, temperature: float = 1.0) -> torch.Tensor | None:
         if self._settings.dtype != torch.float32:
             return None  # the weights of a layer are in Megatron's own products, which keep their precision
         return super().float32_log_probs(batch, temperature=temperature)
 
-    def reference_log_probs(self, batch: DataProto, *, temperature: float = 1.0) -> torch.Tensor:
-        raise ConfigError(NO_LORA)
-
-    def refresh_reference(self) -> None:
-        raise ConfigError(NO_LORA)
-
     # -- weights ------------------------------------------------------------------------------------------------
 
     def weights(self) -> MegatronWeights:
-        return MegatronWeights(self, self._hf, self._tensors, self._ranks, self._module, self._groups.model)
+        return MegatronWeights(self)
 
     @contextmanager
-    def _module(self) -> Iterator[nn.Module]:
+    def gathered(self) -> Iterator[nn.Module]:
         self._onload("model")
-        with self._ranks.watching(), self._gathered.gathered() as module:
+        with self.watching(), self._rollout_module.gathered() as module:
             yield module
-
-    def save_hf(self, folder: Path) -> None:
-        with self._all_ranks_saved():
-            self.weights().save_hf(Path(folder))
-
-    def save_hf_config(self, folder: Path) -> None:
-        save_config(self._hf, Path(folder), self._settings.dtype)
-
-    def save_adapter(self, folder: Path) -> None:
-        raise ConfigError(NO_LORA)
 
     # -- state --------------------------------------------------------------------------------------------------
 
@@ -307,7 +258,7 @@ class MegatronEngine(RunnerEngine):
             trained = place.name in masters
             tensor = masters[place.name] if trained else place.view(stage[place.parameter])
             own[place.name] = as_dtensor(place, tensor.detach(), self._groups, rows_sharded=trained)
-        return own | elsewhere(self._tensors.shapes, own)
+        return own | elsewhere(self.tensors.shapes, own)
 
     def state(self) -> TrainState:
         state = super().state()
@@ -327,7 +278,7 @@ class MegatronEngine(RunnerEngine):
     def _trained_shapes(self, counts: bool) -> dict[str, tuple[int, ...]]:
         """Of the moments of all trained weights, on any stage; `counts`: of their step counts."""
         frozen = {"model.embed_tokens.weight"} if self._settings.model.freeze_embeddings else set()
-        shapes = self._tensors.shapes
+        shapes = self.tensors.shapes
         return {name: () if counts else shape for name, shape in shapes.items() if name not in frozen}
 
     def load_state(self, state: TrainState) -> None:
@@ -340,9 +291,6 @@ class MegatronEngine(RunnerEngine):
     # -- memory -------------------------------------------------------------------------------------------------
 
     def _move_model(self, to_host: bool) -> None:
-        if to_host:
-            self._memory.offload()
-        else:
-            self._memory.onload()
+        super()._move_model(to_host)
         if isinstance(self._optimizer, StageAdamW):
             self._optimizer.rebind()
