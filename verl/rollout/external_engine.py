@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from verl.config.capabilities import engine_spec
 from verl.errors import ConfigError, RolloutError, missing_package
 from verl.models.weight_source import Adapter, NamedTensors, WeightSource
 from verl.requirements import installed_version, package_requirement
@@ -120,9 +121,6 @@ class Sample:
         )
 
 
-_SLEEP_ARGUMENT = {"vllm": "enable_sleep_mode", "sglang": "enable_memory_saver"}
-
-
 def require_engine(name: str) -> str:
     """The installed version; MissingPackage without one, ConfigError outside the range of pyproject.toml."""
     version, required = installed_version(name), package_requirement(name)
@@ -173,7 +171,7 @@ class ExternalRollout(RolloutEngine):
         """For the model's config and the engine's files; see `_create_folder`."""
         can_sleep = self.info.device == "cuda" and config.free_cache_engine
         extra = getattr(config.engine_kwargs, self.name)
-        self.can_sleep = bool(extra.get(_SLEEP_ARGUMENT[self.name], can_sleep))
+        self.can_sleep = bool(extra.get(engine_spec(self.name).sleep_argument, can_sleep))
         self.version = 0
         self.asleep: set[str] = set()
         """What has been released: `weights`, `kv_cache`."""

@@ -22,6 +22,7 @@ from verl.errors import RolloutError
 from verl.models.attention import ATTENTION_NAME, caps_scores, register_attention
 from verl.models.lora import has_lora
 from verl.models.packability import FAULTS, exact_if_possible, first_line, float32_arithmetic, majority_fault
+from verl.models.rope import position_limit
 from verl.models.weight_source import (
     Adapter,
     NamedTensors,
@@ -32,7 +33,7 @@ from verl.models.weight_source import (
     base_tensors,
     merged_tensors,
 )
-from verl.rollout.base import Request, Response, SamplingParams, eos_token_ids
+from verl.rollout.base import Request, Response, RolloutEngine, SamplingParams, Stopper, eos_token_ids
 
 log = logging.getLogger(__name__)
 
@@ -97,6 +98,33 @@ def causal_lm(module: nn.Module) -> Any:
     if hasattr(inner, "get_base_model"):
         inner = inner.get_base_model()
     return inner
+
+
+class ModuleEngine(RolloutEngine):
+    """What engines share that generate with the trainer's module itself. `source` is a TrainEngine's weights or a
+    causal language model."""
+
+    def __init__(self, source: WeightSource | nn.Module, tokenizer: Any | None) -> None:
+        self.source = as_source(source)
+        self.tokenizer = tokenizer
+        self.version = 0
+        self._stopper = Stopper(tokenizer, frozenset())
+        self._vocab_size = 0
+        self._position_limit: tuple[int, str] | None = None
+
+    def _read_model(self) -> None:
+        """What requests are checked against."""
+        with self.source.structure() as module:
+            model = causal_lm(module)
+            self._stopper = Stopper(self.tokenizer, eos_token_ids(model, self.tokenizer))
+            self._vocab_size = int(model.get_input_embeddings().num_embeddings)
+            self._position_limit = position_limit(model)
+
+    def update_weights(self, source: WeightSource | nn.Module | None, version: int) -> None:
+        """The weights are the trainer's own: only the version changes (and the source, unless None)."""
+        if source is not None:
+            self.source = as_source(source)
+        self.version = version
 
 
 def stock_attention(model: Any) -> str:

@@ -21,18 +21,14 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from verl.errors import RolloutError
-from verl.models.rope import position_limit
 from verl.rollout.base import (
     FinishReason,
     LiveStats,
     Request,
     Response,
-    RolloutEngine,
     RolloutStats,
-    Stopper,
     check_finite,
     check_requests,
-    eos_token_ids,
 )
 from verl.rollout.native.device_runner import DeviceRunner
 from verl.rollout.native.engine_state import (
@@ -47,15 +43,15 @@ from verl.rollout.native.kv_cache import CacheLayout, cache_layout
 from verl.rollout.native.scheduler import Scheduler
 from verl.rollout.native.sequence import Sequence, sequences_of
 from verl.rollout.sampling import Kinds
-from verl.rollout.source import as_source, causal_lm, generation_mode, verify
+from verl.rollout.source import ModuleEngine, generation_mode, verify
 
 log = logging.getLogger(__name__)
 
 Command = tuple[Literal["submit", "abort", "release"], Any]
 
 
-class NativeRollout(RolloutEngine):
-    """Generates with the trainer's module itself. `source` is a TrainEngine or a causal language model.
+class NativeRollout(ModuleEngine):
+    """Continuous batching over the module of `source`.
 
     `on_device` chooses the path for devices; None: where the weights are on one. (It also runs on the CPU.) A model is
     compared with its own forward before it generates for the first time, unless `verify` is False."""
@@ -68,11 +64,9 @@ class NativeRollout(RolloutEngine):
         on_device: bool | None = None,
         verify: bool = True,
     ) -> None:
-        self.source = as_source(source)
-        self.tokenizer = tokenizer
+        super().__init__(source, tokenizer)
         self.limits = Limits.of(config)
         self.on_device = on_device
-        self.version = 0
         self._verify = verify
         self._known: tuple[weakref.ref[Any], CacheLayout] | None = None
         """The model that was verified last, and the shape of its cache."""
@@ -81,9 +75,6 @@ class NativeRollout(RolloutEngine):
         self._commands: list[Command] = []
         self._outstanding: dict[str, int] = {}
         """Samples without a response, by request."""
-        self._stopper = Stopper(tokenizer, frozenset())
-        self._vocab_size = 0
-        self._position_limit: tuple[int, str] | None = None
         self._finished: list[Response] = []
         """To be returned by the next `poll`."""
         self._suspended = False
@@ -139,13 +130,8 @@ class NativeRollout(RolloutEngine):
         )
 
     def _read_model(self) -> None:
-        """What `submit` checks requests against."""
-        with self.source.structure() as module:
-            model = causal_lm(module)
-            self._stopper = Stopper(self.tokenizer, eos_token_ids(model, self.tokenizer))
-            self._vocab_size = int(model.get_input_embeddings().num_embeddings)
-            self._position_limit = position_limit(model)
-            self.limits.check_dtype(self.source.dtype)
+        super()._read_model()
+        self.limits.check_dtype(self.source.dtype)
 
     def _check(self, requests: list[Request]) -> None:
         lengths = [x for x in (self.limits.max_model_len, self.limits.cache_tokens) if x is not None]
@@ -390,9 +376,7 @@ class NativeRollout(RolloutEngine):
 
         Running sequences keep the keys and values they have, or are prefilled again (`recompute_kv_cache`); nothing
         else of the cache is used again."""
-        if source is not None:
-            self.source = as_source(source)
-        self.version = version
+        super().update_weights(source, version)
         if self.limits.recompute_kv_cache:
             self._suspend()
         elif self._scheduler is not None and self.state is not None:

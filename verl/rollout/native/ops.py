@@ -22,7 +22,7 @@ FP8_TYPE = torch.float8_e4m3fn
 FP8_MAX = 448.0
 
 Pair = tuple[Tensor, Tensor]
-"""Keys and values of a layer's cache, or cosine and sine by position."""
+"""Keys and values of a layer's cache, cosine and sine by position, or numbers and their scales."""
 Norms = tuple[Tensor, Tensor, float] | None
 """Weights of the per-head norms of queries and keys, and their epsilon."""
 
@@ -86,16 +86,9 @@ class TorchOps:
         scales = x.float().abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / FP8_MAX
         return (x.float() / scales).clamp(-FP8_MAX, FP8_MAX).to(FP8_TYPE), scales
 
-    def scaled_product(
-        self,
-        x: Tensor,
-        x_scales: Tensor,
-        weight: Tensor,
-        weight_scales: Tensor,
-        dtype: torch.dtype,
-    ) -> Tensor:
+    def scaled_product(self, x: Pair, weight: Pair, dtype: torch.dtype) -> Tensor:
         """e4m3 [M, K] and [N, K] with scales [M, 1] and [1, N] -> [M, N]."""
-        return ((x.float() @ weight.float().t()) * x_scales * weight_scales).to(dtype)
+        return ((x[0].float() @ weight[0].float().t()) * x[1] * weight[1]).to(dtype)
 
     def rotary_cache(
         self, qkv: Tensor, cache: Pair, rope: Pair, rows: DecodeInputs, heads: int, norms: Norms
@@ -221,17 +214,9 @@ class TritonOps:
             return self._linear.joined_linear(x, weights, joined)
         return _side_by_side(x, layers)
 
-    def scaled_product(
-        self,
-        x: Tensor,
-        x_scales: Tensor,
-        weight: Tensor,
-        weight_scales: Tensor,
-        dtype: torch.dtype,
-    ) -> Tensor:
+    def scaled_product(self, x: Pair, weight: Pair, dtype: torch.dtype) -> Tensor:
         # The device's product with a scale per row gives bfloat16 only.
-        out = torch._scaled_mm(x, weight.t(), x_scales, weight_scales, out_dtype=torch.bfloat16)
-        return out.to(dtype)
+        return torch._scaled_mm(x[0], weight[0].t(), x[1], weight[1], out_dtype=torch.bfloat16).to(dtype)
 
     def gated_linear(self, x: Tensor, gate: nn.Linear, up: nn.Linear) -> Tensor:
         if x.shape[1] <= SMALL and gate.bias is None and up.bias is None:

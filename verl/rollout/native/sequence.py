@@ -22,26 +22,6 @@ class Status(Enum):
 class Sequence:
     """`table` lists the cache blocks of its first tokens; `chain` the content ids of its full hash blocks."""
 
-    __slots__ = (
-        "chain",
-        "computed",
-        "decoding",
-        "key",
-        "log_probs",
-        "max_length",
-        "on_device",
-        "prompt_length",
-        "request",
-        "resumed_length",
-        "sample",
-        "siblings",
-        "stale",
-        "status",
-        "table",
-        "tokens",
-        "versions",
-    )
-
     def __init__(self, request: Request, sample: int, version: int) -> None:
         partial = request.partial[sample] if request.partial else ()
         self.request = request
