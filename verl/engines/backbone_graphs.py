@@ -18,9 +18,9 @@ import torch
 
 from verl.engines.optim import MasterAdamW
 from verl.models.attention import AttentionCall, PackedAttention, varlen_attention
-from verl.models.graph_recorder import GraphRecorder
 from verl.models.introspection import backbone_of
 from verl.models.packing import Pack
+from verl.models.vmm_buffer import GraphRecorder
 
 log = logging.getLogger(__name__)
 

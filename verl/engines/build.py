@@ -15,16 +15,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from verl.engines.backbone_graphs import BackboneGraphs
-from verl.engines.collective_replay import CollectiveReplay
 from verl.engines.fsdp import FSDPEngine
 from verl.engines.microbatch_runner import MicroBatchRunner
 from verl.engines.optim import MasterAdamW
 from verl.engines.settings import EngineSettings, Kind, read_settings
-from verl.engines.sharding import EngineRanks, load_shards, reshard, shard
+from verl.engines.sharding import CollectiveReplay, EngineRanks, load_shards, reshard, shard
 from verl.engines.weights import GatheredCopy, copy_to_meta
 from verl.errors import ConfigError, ModelError
 from verl.models.attention import keep_score_cap, register_attention, use_verl_attention
-from verl.models.config_files import disable_dropout
 from verl.models.fused_layers import fuse
 from verl.models.introspection import decoder_layers, token_weights
 from verl.models.kernels import triton_fault
@@ -35,7 +33,7 @@ from verl.models.packability import head_fault, packing_fault, padding_fault, ra
 from verl.models.packing import attach
 from verl.models.rope import checkpoint_contexts, per_row, position_limit
 from verl.models.ulysses import SIZE_KEY, SequenceGroup, check_heads
-from verl.models.value_model import ValueModel
+from verl.models.value_model import ValueModel, disable_dropout
 from verl.models.weight_source import remember_dtypes
 
 log = logging.getLogger(__name__)

@@ -2,7 +2,7 @@
 
 A micro-batch that does not fit into device memory is split, and the result is the one it would have had. How that stays
 correct on several ranks: every pass is collective, so a rank never leaves one early. The failing rank completes its
-pass for the others on a dummy batch (`verl.engines.collective_replay`) and runs dummy batches for the rest of the
+pass for the others on a dummy batch (`verl.engines.sharding`) and runs dummy batches for the rest of the
 mini-batch; only at its end do all ranks exchange who failed (`_any_oom`), and then repeat together: without gradient
 only the rows that are missing, with gradient the whole mini-batch, because reductions have mixed the dummy batch's
 gradients into those of every rank. A size that did not fit is not tried again in the run. Ranks that work on the same
@@ -25,11 +25,10 @@ from verl.algorithms.balance import padded_budget_batches, token_budget_batches
 from verl.data.proto import DataProto
 from verl.engines import budget
 from verl.engines.base import LossFn, ModelOutput
-from verl.engines.collective_replay import CollectiveReplay
 from verl.engines.offload import ActivationOffload
 from verl.engines.out_of_memory import OOMReport
 from verl.engines.settings import MicroBatchSize
-from verl.engines.sharding import EngineRanks, reshard
+from verl.engines.sharding import CollectiveReplay, EngineRanks, reshard
 from verl.errors import TrainingHalted
 from verl.models.distillation import TEACHER_TENSORS, Teacher, student_forward
 from verl.models.fused_linear import FEWEST_COLUMNS, HeadOptions, slice_bytes

@@ -18,10 +18,9 @@ from torch import nn
 from verl.data.proto import DataProto
 from verl.engines.sharding import fsdp_modules, group_modules
 from verl.errors import RolloutError
-from verl.models.config_files import original_config, write_config
 from verl.models.introspection import class_of
 from verl.models.loading import let_others_read
-from verl.models.value_model import ValueModel
+from verl.models.value_model import ValueModel, original_config, write_config
 from verl.models.vmm_buffer import SleepableMemory, reserve_tensors
 from verl.models.weight_source import (
     Adapter,

@@ -19,9 +19,8 @@ from torch import nn
 from verl.atomic_file import mode_of_new_files
 from verl.config.model_path import SAFETENSORS, config_problem, weight_map
 from verl.errors import ConfigError, ModelError
-from verl.models.config_files import disable_dropout
 from verl.models.introspection import kept_in_float32
-from verl.models.value_model import HEADS, ValueModel
+from verl.models.value_model import HEADS, ValueModel, disable_dropout
 from verl.runtime import quiet_transformers
 
 

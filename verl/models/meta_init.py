@@ -18,9 +18,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from verl.errors import ModelError
-from verl.models.config_files import disable_dropout
 from verl.models.loading import CannotStream, SafetensorsFiles, load_config, model_file, with_saved_head
-from verl.models.value_model import ValueModel
+from verl.models.value_model import ValueModel, disable_dropout
 from verl.runtime import quiet_transformers
 
 

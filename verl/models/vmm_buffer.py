@@ -3,15 +3,16 @@
 Captured graphs hold addresses; capturing them again after every training phase would cost more than generating. So the
 address range stays reserved and only the memory behind it comes and goes (CUDA's virtual memory management, called
 through the driver's library). While asleep, nothing may touch the range; memory is mapped or released only when the
-device is idle.
+device is idle. `GraphRecorder` captures graphs that share one pool of memory.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import mmap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -189,3 +190,54 @@ def reserve_tensors(
         raw[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
         for start, shape, dtype in offsets
     ]
+
+
+_BROKEN: list[torch.cuda.CUDAGraph] = []
+"""Graphs whose recording CUDA broke off. torch's allocator of pinned memory keeps asking them whether they record."""
+
+
+class GraphRecorder:
+    """One pool and one stream: graphs share memory only when they are recorded on the same stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(
+        self, work: Callable[[], None], warm_up: Callable[[], None] | None = None
+    ) -> torch.cuda.CUDAGraph:
+        """`work` as a graph. It (or `warm_up`) runs once before, which compiles and loads everything. Errors of `work`
+        come out, and this recorder must not be used after one."""
+        graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        try:
+            # torch.cuda.graph would do all this, but stays on its stream when ending the capture fails.
+            with torch.cuda.stream(self._stream):
+                # Triton compiles and cuBLAS allocates its workspace in this run: neither is allowed while capturing.
+                (warm_up or work)()
+                torch.cuda.synchronize(self._device)
+                torch.cuda.empty_cache()  # the pool of the graphs can only take what is free
+                # Threads of others (loading data, watching) may use the device meanwhile.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    work()
+                    graph.capture_end()
+                except BaseException:
+                    self._break_off(graph)
+                    raise
+        finally:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        return graph
+
+    def _break_off(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a capture whose work failed. Where CUDA has broken it off already, torch does not reach the lines that
+        take its allocator out of the pool: they follow here."""
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            _BROKEN.append(graph)
+            index = self._stream.device_index
+            with contextlib.suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(index, self._pool)
+                torch._C._cuda_releasePool(index, self._pool)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from verl.errors import ConfigError
-from verl.models.graph_recorder import GraphRecorder
+from verl.models.vmm_buffer import GraphRecorder
 from verl.rollout.base import FinishReason, Stopper
 from verl.rollout.native.device_attention import DecodeAttention, PromptAttention
 from verl.rollout.native.device_state import DeviceState, Poll
