@@ -308,8 +308,10 @@ def plain_name(name: str) -> str | None:
     return name.replace(_BASE, ".")
 
 
-def _full_tensor(x: torch.Tensor) -> torch.Tensor:
-    return x.full_tensor() if hasattr(x, "full_tensor") else x
+def full_tensor(value: torch.Tensor) -> torch.Tensor:
+    """A weight gathered from its shards (a collective)."""
+    tensor = value.detach()
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def merge_lora(
@@ -328,13 +330,18 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         plain = plain_name(name)
         if plain is None:
             continue
-        weight = _full_tensor(value.detach())
+        weight = full_tensor(value)
         if name in deltas:
             module = deltas[name]
-            a, b = (_full_tensor(part[ADAPTER].weight.detach()) for part in (module.lora_A, module.lora_B))
+            a, b = (full_tensor(part[ADAPTER].weight) for part in (module.lora_A, module.lora_B))
             transpose = is_transposed(module.base_layer)
             weight = merge_lora(weight, a, b, module.scaling[ADAPTER], transpose=transpose)
         yield plain, weight
+
+
+def name_in_file(name: str) -> str:
+    """Of an adapter's weight in the files that peft and vLLM open."""
+    return f"{_PREFIX}{name.replace(f'.{ADAPTER}.', '.')}"
 
 
 def save_adapter(model: Any, folder: Path, write: bool = True) -> None:
@@ -347,8 +354,7 @@ def save_adapter(model: Any, folder: Path, write: bool = True) -> None:
     for name, value in model.state_dict(keep_vars=True).items():
         trained_head = isinstance(model, ValueModel) and name.startswith(f"{model.head_name}.")
         if plain_name(name) is None or trained_head:
-            key = name.replace(f".{ADAPTER}.", ".")
-            weights[f"{_PREFIX}{key}"] = _full_tensor(value.detach()).cpu().contiguous()
+            weights[name_in_file(name)] = full_tensor(value).cpu().contiguous()
     if write:
         folder.mkdir(parents=True, exist_ok=True)
         save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})

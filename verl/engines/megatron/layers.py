@@ -124,15 +124,18 @@ class GatedMLP(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
         both, _ = self.linear_fc1(hidden_states)
-        if self.fused:
-            from verl.models.kernels.layers import gated_joined
-
-            product = gated_joined(both)
-        else:
-            gate, up = both.chunk(2, dim=-1)
-            product = nn.functional.silu(gate) * up
-        out, _ = self.linear_fc2(product)
+        out, _ = self.linear_fc2(gated(both, self.fused))
         return out, None
+
+
+def gated(both: torch.Tensor, fused: bool) -> torch.Tensor:
+    """silu(gate) * up, which are side by side."""
+    if fused:
+        from verl.models.kernels.layers import gated_joined
+
+        return gated_joined(both)
+    gate, up = both.chunk(2, dim=-1)
+    return nn.functional.silu(gate) * up
 
 
 # -- what the Hugging Face config says -------------------------------------------------------------------------------
