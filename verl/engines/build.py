@@ -91,9 +91,8 @@ def assemble(
         replay = CollectiveReplay(module, replicated=mesh.ndim == 2)
     packed = _checked(module, settings, packed, stock_attention, sequence, replay)
     layers, text_config = decoder_layers(module), module.config.get_text_config()
-    layer_weights = sum(count for layer in layers for _, count in token_weights(layer, text_config)) / len(
-        layers
-    )
+    layer_weights = sum(count for layer in layers for _, count in token_weights(layer, text_config))
+    layer_weights /= len(layers)
     optimizer = graphs = None
     if settings.schedule is not None:
         trained = [(name, param) for name, param in module.named_parameters() if param.requires_grad]

@@ -13,7 +13,7 @@ import ctypes
 import logging
 import mmap
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -134,14 +134,6 @@ def reserve(size: int, device: torch.device) -> tuple[VMMBuffer, torch.Tensor] |
         return None
 
 
-class SleepableMemory(Protocol):
-    """Memory that can be released and allocated again; its content is lost."""
-
-    def sleep(self) -> None: ...
-
-    def wake_up(self) -> None: ...
-
-
 class _HostMemory:
     """Pages of the host: released to the system while asleep, the address range stays."""
 
@@ -168,6 +160,10 @@ class _AllocatorMemory:
 
     def wake_up(self) -> None:
         self.bytes.untyped_storage().resize_(self._size)
+
+
+SleepableMemory = VMMBuffer | _HostMemory | _AllocatorMemory
+"""Memory that can be released and allocated again; its content is lost."""
 
 
 def reserve_tensors(
