@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from benchmarks.train_shapes import SHAPES
 from benchmarks.train_steps import Workload, clean, make_batch, new_model, ragged
-from verl.models.attention import PackedAttention
+from verl.models.attention import AttentionCall, PackedAttention
 from verl.models.fused_linear import HeadOptions, fused_head
 
 Row = tuple[str, ...]
@@ -80,7 +80,7 @@ def check_packing(device: torch.device) -> Iterator[Row]:
 
 def check_layers(device: torch.device) -> Iterator[Row]:
     """The fused norms and MLPs, and the one-pass optimiser, against the plain ones."""
-    from verl.engines.adamw import OnePassAdamW, TorchAdamW
+    from verl.engines.adamw import AdamWOptions, OnePassAdamW, TorchAdamW
     from verl.engines.optim import MasterAdamW, Schedule
     from verl.models.fused_layers import fuse
 
@@ -111,7 +111,7 @@ def check_layers(device: torch.device) -> Iterator[Row]:
         param = torch.nn.Parameter(torch.randn(700, 300, device=device).bfloat16())
         optimizer = MasterAdamW([("w", param)], schedule=Schedule(lr=0.01), grad_clip=1.0)
         if not one_pass:
-            optimizer.rule = TorchAdamW(optimizer.masters, 0.01, betas=(0.9, 0.999), eps=1e-8)
+            optimizer.rule = TorchAdamW(optimizer.masters, AdamWOptions())
         elif not isinstance(optimizer.rule, OnePassAdamW):
             yield ("one-pass AdamW = torch", "not used", "WRONG")
             return
@@ -204,7 +204,7 @@ def _attention_call(
 
     def call() -> None:
         with nullcontext() if kernel is None else sdpa_kernel(kernel):
-            out = attention.attend(None, q, k, v)
+            out = attention.attend(AttentionCall(q, k, v))
             torch.autograd.grad(out.sum(), (q, k, v))
 
     return call

@@ -229,7 +229,8 @@ class Heartbeat:
 
     A rank that stops because of another leaves a note first, so that its own end is not taken for the cause."""
 
-    _current: Heartbeat | None = None
+    _current: tuple[Any, Heartbeat] | None = None
+    """The store of the process group it is for, and the heartbeat."""
 
     def __init__(
         self,
@@ -252,15 +253,22 @@ class Heartbeat:
 
     @classmethod
     def start(cls) -> Heartbeat:
-        """The heartbeat of the default process group; started at the first call."""
+        """The heartbeat of the default process group: the one that was given to `share`, or a new one."""
         import torch.distributed as dist
 
         store = dist.distributed_c10d._get_default_store()
-        if cls._current is None or cls._current.store is not store:
+        if cls._current is None or cls._current[0] is not store:
             if cls._current is not None:
-                cls._current.close()
-            cls._current = cls(store, dist.get_rank(), dist.get_world_size())
-        return cls._current
+                cls._current[1].close()
+            cls(store, dist.get_rank(), dist.get_world_size()).share()
+        assert cls._current is not None
+        return cls._current[1]
+
+    def share(self) -> None:
+        """Let `start` return this one for the default process group of now."""
+        import torch.distributed as dist
+
+        Heartbeat._current = dist.distributed_c10d._get_default_store(), self
 
     def close(self) -> None:
         """Stop. A thread that is inside the store when Python ends would abort the process."""

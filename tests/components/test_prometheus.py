@@ -32,7 +32,7 @@ ALL = 10**9
 PLUGIN = """
 import time
 from pathlib import Path
-from verl.rollout.live_stats import LIVE_S, LiveStats
+from verl.rollout.base import LIVE_S, LiveStats
 
 allowed, held = Path({folder!r}, "allowed"), Path({folder!r}, "held")
 write, steps = LiveStats.write, 0

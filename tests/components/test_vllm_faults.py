@@ -24,7 +24,7 @@ from verl.errors import EngineLost
 from verl.models.weight_source import NamedTensors, Names
 from verl.rollout import build_rollout, stale_files
 from verl.rollout.base import Request, SamplingParams
-from verl.rollout.external_sample import Sample
+from verl.rollout.external_engine import Sample
 from verl.rollout.source import ModuleWeights
 
 pytest.importorskip("vllm", reason="needs vLLM (make test-components)")

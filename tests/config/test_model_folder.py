@@ -14,8 +14,7 @@ import pytest
 from verl.config.model_path import context_length, folder_problem, vocabulary_size
 from verl.config.sizes import read_sizes
 from verl.errors import ModelError
-from verl.models.loading import load_config
-from verl.models.safetensors_files import SafetensorsFiles
+from verl.models.loading import SafetensorsFiles, load_config
 
 KEY = "actor_rollout_ref.model.path"
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "max_position_embeddings": 64}

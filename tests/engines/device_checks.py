@@ -78,23 +78,21 @@ def make_engine(
     """The actor's engine; `sharded` forces FSDP2 over one rank where there is only one."""
     from verl.config.schema import ActorConfig, ModelConfig
     from verl.engines.build import assemble
-    from verl.engines.optim import Schedule
     from verl.engines.settings import read_settings
-    from verl.engines.sharding import Ranks
+    from verl.engines.sharding import EngineRanks
 
     role = ActorConfig(ppo_micro_batch_size_per_gpu=4, use_cuda_graphs=graphs)
     role.optim.lr = 1e-3
     config = ModelConfig(dtype=str(dtype).removeprefix("torch."), **options)
     settings = read_settings("actor", config, role, device=DEVICE)
-    ranks = Ranks(DEVICE)
+    ranks = EngineRanks(DEVICE)
     if sharded and ranks.mesh is None:
         if not dist.is_initialized():
             backend = "cpu:gloo,cuda:nccl" if DEVICE.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         ranks.mesh = init_device_mesh(DEVICE.type, (1,), mesh_dim_names=("shard",))
     model = model.to("cpu" if sharded else DEVICE)
-    schedule = Schedule.from_config(role.optim, None)
-    return assemble(model, settings, ranks, schedule=schedule)
+    return assemble(model, settings, ranks)
 
 
 def make_batch(rows: int = 8, length: int = 128) -> Any:
@@ -211,11 +209,11 @@ def sleep(rollout: Any) -> None:
     """On a CPU the KV cache has no address to come back to, and the session would go."""
     if DEVICE.type == "cuda":
         rollout.sleep()
-        require(rollout.session is not None, "the session is not kept over sleep")
+        require(rollout.state is not None, "the session is not kept over sleep")
 
 
 def graphs(rollout: Any) -> int:
-    return len(rollout.session.runner.graphs)
+    return len(rollout.state.runner.graphs)
 
 
 def two_steps(engine: Any, **limits: Any) -> str:
@@ -231,9 +229,9 @@ def two_steps(engine: Any, **limits: Any) -> str:
         released = free_bytes() - inside
         require_equal(tokens, unsharded_tokens(weights, **limits), "an unsharded model")
         sleep(rollout)
-        require(rollout.session.runner.fused is not None, "the fused decoder is not used")
+        require(rollout.state.runner.fused is not None, "the fused decoder is not used")
         seen.append(tokens)
-        kept.append((rollout.session, graphs(rollout)))
+        kept.append((rollout.state, graphs(rollout)))
         if DEVICE.type == "cuda":
             require(graphs(rollout) > 0, "no CUDA graph was captured")
             require(released > 0.9 * size, f"{released} bytes released of {size}")
@@ -306,7 +304,7 @@ def sharded_weights_in_host_memory_keep_graphs() -> str:
     for _ in range(2):
         engine.offload()
         tokens = generate(rollout)
-        kept.append((rollout.session, graphs(rollout), tokens))
+        kept.append((rollout.state, graphs(rollout), tokens))
         train(engine)
     require(kept[0][0] is kept[1][0] and kept[0][1] == kept[1][1], "graphs were captured again")
     require(kept[0][2] != kept[1][2], "the step did not change what is generated")
@@ -332,7 +330,7 @@ def offloaded_weights_come_back_to_captured_graphs() -> str:
         weights = {name: param.detach().clone() for name, param in module_of(engine).named_parameters()}
         require_equal(tokens, unsharded_tokens(weights), "a model that stays")
         del weights
-        kept.append((rollout.session, graphs(rollout)))
+        kept.append((rollout.state, graphs(rollout)))
         train(engine)
     require(all(each == kept[0] for each in kept), "graphs were captured again")
     return f"{kept[0][1]} graphs kept over 3 steps, {freed / 2**20:.0f} MiB released while offloaded"
@@ -429,8 +427,8 @@ def rank_main(rank: int, meeting: str) -> None:
         if rank == 0:
             require_equal(tokens, unsharded_tokens(weights), "an unsharded model")
             sleep(rollout)
-            sessions.append((rollout.session, graphs(rollout)))
-            require(rollout.session.runner.fused is not None, "the fused decoder is not used")
+            sessions.append((rollout.state, graphs(rollout)))
+            require(rollout.state.runner.fused is not None, "the fused decoder is not used")
             said = f"fused decoder, {sessions[0][1]} graphs in step 1 and 0 new in step 2, tokens equal"
         train(engine, make_batch()[list(range(4 * rank, 4 * rank + 4))])
     if rank == 0:

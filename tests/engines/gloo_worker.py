@@ -270,11 +270,11 @@ def idle_rank(rank: int, world: int, folder: Path, without_copy: bool = False) -
     for _ in range(2):
         with held.hold():
             if rank == 0:
-                before = rollout.session
+                before = rollout.state
                 responses = list(rollout.generate([Request("a", [5, 3, 8], sampling, n=3)]))
                 found["tokens"].append([r.token_ids for r in sorted(responses, key=lambda r: r.sample)])
-                found["kept"].append(rollout.session is before)
-                found["fused"].append(rollout.session.runner.fused is not None)
+                found["kept"].append(rollout.state is before)
+                found["fused"].append(rollout.state.runner.fused is not None)
             with held.module() as module:
                 found["addresses"].append([x.data_ptr() for x in (*module.parameters(), *module.buffers())])
                 names = {name: param.clone() for name, param in module.named_parameters()}

@@ -25,7 +25,7 @@ import gloo_worker
 
 from verl.engines import build
 from verl.engines.sharding import decoder_layers
-from verl.models.safetensors_files import CannotStream, SafetensorsFiles
+from verl.models.loading import CannotStream, SafetensorsFiles
 
 
 @contextmanager

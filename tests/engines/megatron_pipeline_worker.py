@@ -27,7 +27,7 @@ from verl.engines.megatron.pipeline import PipelineRunner
 from verl.engines.megatron.places import places
 from verl.engines.optim import MasterAdamW, Schedule
 from verl.engines.settings import MicroBatchSize
-from verl.engines.sharding import Ranks
+from verl.engines.sharding import EngineRanks
 from verl.errors import TrainingHalted
 from verl.models.fused_linear import HeadOptions
 from verl.models.value_model import ValueModel
@@ -61,17 +61,15 @@ def make_stage(whole: Any, groups: ParallelGroups, recompute: bool = False) -> S
 
 
 def make_runner(stage: StageModel, size: MicroBatchSize) -> PipelineRunner:
-    runner = PipelineRunner(
+    return PipelineRunner(
         stage,
-        Ranks(CPU, None),
+        EngineRanks(CPU, None),
         groups=stage.groups,
-        packed=True,
         train_size=size,
         forward_size=size,
         label="actor",
+        optimizer=MasterAdamW(stage.named_parameters(), schedule=Schedule(lr=0.1)),
     )
-    runner.optimizer = MasterAdamW(stage.named_parameters(), schedule=Schedule(lr=0.1))
-    return runner
 
 
 def share(groups: ParallelGroups, cuts: list[int]) -> Any:

@@ -21,13 +21,13 @@ import gloo_worker
 
 from verl.checkpoint.tensors import local_chunks, read_into, write_chunks
 from verl.config.parallelism import Layout
+from verl.engines.megatron.build import load_stage
+from verl.engines.megatron.engine import GatheredStages, StageTensors, as_dtensor, elsewhere, replicated
 from verl.engines.megatron.groups import groups_of
-from verl.engines.megatron.loading import load_stage
 from verl.engines.megatron.model import StageModel
 from verl.engines.megatron.places import Place, places
-from verl.engines.megatron.state import as_dtensor, elsewhere, replicated
-from verl.engines.megatron.weights import GatheredWeights, StageTensors
-from verl.models import meta_init, safetensors_files
+from verl.models import loading as model_files
+from verl.models import meta_init
 from verl.models.weight_source import renamed
 
 CPU = torch.device("cpu")
@@ -65,18 +65,18 @@ class Recorded:
 
 @contextmanager
 def recorded_reads() -> Iterator[dict[str, int]]:
-    opened, taken = safetensors_files._opened, {}
+    opened, taken = model_files._opened, {}
 
     @contextmanager
     def recording(file: Path) -> Iterator[Any]:
         with opened(file) as handle:
             yield Recorded(handle, taken)
 
-    safetensors_files._opened = recording
+    model_files._opened = recording
     try:
         yield taken
     finally:
-        safetensors_files._opened = opened
+        model_files._opened = opened
 
 
 def open_stage(path: Path, layout: Layout, critic: bool = False) -> tuple[Any, StageModel, list[Place]]:
@@ -154,7 +154,7 @@ def check_export(
     assert all(torch.equal(found[name], value) for name, value in wanted.items())
     half = StageTensors(hf, stage, table, torch.bfloat16)
     assert all(torch.equal(tensor, wanted[name].bfloat16()) for name, tensor in half.each())
-    copy = GatheredWeights(hf, tensors, CPU)
+    copy = GatheredStages(hf, tensors, CPU)
     with copy.gathered() as module:
         addresses = [param.data_ptr() for param in module.parameters()]
         assert all(torch.equal(module.state_dict()[name], value) for name, value in wanted.items())

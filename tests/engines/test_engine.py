@@ -350,7 +350,7 @@ def test_weights_come_back_to_their_addresses_so_generation_keeps_its_session(to
                 engine.offload()
             request = Request("a", [5, 3, 8], SamplingParams(max_tokens=6, ignore_eos=True))
             tokens.append([response.token_ids for response in rollout.generate([request])])
-            sessions.append(rollout.session)
+            sessions.append(rollout.state)
             addresses.append(
                 [x.data_ptr() for x in (*tools.module(engine).parameters(), *tools.module(engine).buffers())]
             )

@@ -9,7 +9,7 @@ import torch
 
 from verl.engines.weights import copy_to_meta
 from verl.models.lora import add_lora
-from verl.models.packing import FORWARD_METHOD, attach
+from verl.models.packing import FORWARD_METHODS, attach
 
 
 def test_a_copy_has_the_classes_and_ties_of_the_model_and_none_of_its_weights(tools):
@@ -24,7 +24,7 @@ def test_a_copy_has_the_classes_and_ties_of_the_model_and_none_of_its_weights(to
         assert torch.equal(own, theirs) and own is not theirs, name
     adapted = copied.model.layers[0].self_attn.q_proj
     assert adapted.forward.__self__ is adapted, "a method bound to the model would compute with its shards"
-    assert getattr(copied, FORWARD_METHOD).__self__ is copied
+    assert getattr(copied, FORWARD_METHODS[0]).__self__ is copied
 
 
 def test_a_model_that_cannot_be_copied_is_named(tools, caplog):

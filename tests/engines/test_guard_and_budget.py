@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from verl.engines import budget
-from verl.engines.nonfinite import NonFiniteGuard
 from verl.engines.optim import MasterAdamW, Schedule
+from verl.engines.runner_engine import NonFiniteGuard
 from verl.errors import TrainingHalted
 
 

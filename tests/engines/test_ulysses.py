@@ -12,7 +12,7 @@ from packaging.version import parse as version
 
 from verl.engines.build import assemble
 from verl.engines.settings import read_settings
-from verl.engines.sharding import Ranks
+from verl.engines.sharding import EngineRanks
 from verl.errors import ConfigError, ModelError
 from verl.models.attention import PackedAttention
 from verl.models.packing import pack, part_of
@@ -71,7 +71,7 @@ def test_a_degree_that_does_not_divide_is_refused():
     with pytest.raises(ConfigError, match=r"=3 does not divide the 4 attention heads .* allowed: 1, 2, 4$"):
         check_heads(4, 3)
     with pytest.raises(ConfigError, match="=2 does not divide the 1 ranks; allowed: 1$"):
-        Ranks(CPU).sequence_group(2)
+        EngineRanks(CPU).sequence_group(2)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_what_cannot_be_packed_is_refused(tools, padding, error, message):
         "actor", ModelConfig(use_remove_padding=not padding, dtype="float32"), ActorConfig(), device=CPU
     )
     with pytest.raises(error, match=message):
-        assemble(model, settings, Ranks(CPU), schedule=None, sequence=SequenceGroup(None, 0, 2, 2.0))
+        assemble(model, settings, EngineRanks(CPU), sequence=SequenceGroup(None, 0, 2, 2.0))
 
 
 def test_a_model_that_fails_the_check_is_refused(tools, monkeypatch):
@@ -104,13 +104,13 @@ def test_a_model_that_fails_the_check_is_refused(tools, monkeypatch):
 
     plain = PackedAttention.attend
 
-    def leaking(self, module, q, k, v, **options):
-        return plain(self, module, q, k, v, **options) + v.mean(dim=2).mean()
+    def leaking(self, call):
+        return plain(self, call) + call.v.mean(dim=2).mean()
 
     monkeypatch.setattr(PackedAttention, "attend", leaking)
     settings = read_settings("actor", ModelConfig(dtype="float32"), ActorConfig(), device=CPU)
     with pytest.raises(ModelError, match="cannot be packed .one sequence changes its neighbour"):
-        assemble(tools.model(), settings, Ranks(CPU), schedule=None, sequence=SequenceGroup(None, 0, 2, 2.0))
+        assemble(tools.model(), settings, EngineRanks(CPU), sequence=SequenceGroup(None, 0, 2, 2.0))
 
 
 # -- several ranks ----------------------------------------------------------------------------------------------------

@@ -17,9 +17,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 import conftest
 import gloo_worker
 
-from verl.engines.sharding import Ranks
+from verl.engines.sharding import EngineRanks
 from verl.errors import TrainingHalted
-from verl.models.attention import PackedAttention
+from verl.models.attention import AttentionCall, PackedAttention
 from verl.models.ulysses import UlyssesAttention
 from verl.models.value_model import ValueModel
 
@@ -135,7 +135,7 @@ def split_over_two(rank: int, world: int, folder: Path) -> dict[str, Any]:
 
 def attention(rank: int, world: int, folder: Path) -> dict[str, Any]:
     """Output and gradients of the attention itself, also for values of another size than keys."""
-    sequence = Ranks(torch.device("cpu")).sequence_group(world)
+    sequence = EngineRanks(torch.device("cpu")).sequence_group(world)
     whole = PackedAttention.from_lengths([5, 3, 8], "cpu")
     mine = slice(rank * 16 // world, (rank + 1) * 16 // world)
     for kv_heads in (1, 2, 3, 4, 6, 12):
@@ -145,8 +145,8 @@ def attention(rank: int, world: int, folder: Path) -> dict[str, Any]:
             expected = [torch.randn(1, heads, 16, size, requires_grad=True) for heads, size in shapes]
             own = [x.detach()[:, :, mine].clone().requires_grad_() for x in expected]
             weights = torch.randn(1, 16, 12, value_size)
-            want = whole.attend(None, *expected, sliding_window=4)
-            found = UlyssesAttention(whole, sequence).attend(None, *own, sliding_window=4)
+            want = whole.attend(AttentionCall(*expected, window=4))
+            found = UlyssesAttention(whole, sequence).attend(AttentionCall(*own, window=4))
             (want * weights).sum().backward()
             (found * weights[:, mine]).sum().backward()
             pairs = [

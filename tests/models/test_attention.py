@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from verl.models import attention
-from verl.models.attention import PackedAttention, choose_backend
+from verl.models.attention import AttentionCall, PackedAttention, choose_backend
 
 
 def dense(q, k, v, lengths, scaling=None, window=None, softcap=None):
@@ -39,10 +39,10 @@ def make(lengths, heads=4, kv_heads=2, size=8, seed=0):
 OPTIONS = [
     {},
     {"scaling": 0.7},
-    {"sliding_window": 3},
-    {"sliding_window": 100},
+    {"window": 3},
+    {"window": 100},
     {"softcap": 2.0},
-    {"softcap": 2.0, "sliding_window": 2, "scaling": 0.3},
+    {"softcap": 2.0, "window": 2, "scaling": 0.3},
 ]
 
 
@@ -51,8 +51,8 @@ OPTIONS = [
 def test_packed_equals_dense(lengths, options):
     q, k, v = make(lengths)
     packed = PackedAttention.from_lengths(lengths, "cpu")
-    out = packed.attend(None, q, k, v, **options)
-    window = options.get("sliding_window")
+    out = packed.attend(AttentionCall(q, k, v, **options))
+    window = options.get("window")
     expected = dense(q, k, v, lengths, options.get("scaling"), window, options.get("softcap"))
     torch.testing.assert_close(out, expected)
     weights = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(1))
@@ -65,7 +65,7 @@ def test_packed_equals_dense(lengths, options):
 def test_a_pack_of_the_wrong_size_is_refused():
     q, k, v = make([3, 4])
     with pytest.raises(RuntimeError, match="lengths"):
-        PackedAttention.from_lengths([3, 5], "cpu").attend(None, q, k, v)
+        PackedAttention.from_lengths([3, 5], "cpu").attend(AttentionCall(q, k, v))
 
 
 def test_a_model_called_without_context_says_what_to_do():
@@ -98,17 +98,15 @@ def test_both_signatures_of_the_varlen_kernel_are_served(monkeypatch, kernel):
     import torch.nn.attention.varlen as module
 
     monkeypatch.setattr(module, "varlen_attn", kernel)
-    attention.varlen_kernel.cache_clear()
-    try:
-        lengths = [5, 1, 6]
-        q, k, v = make(lengths)
-        packed = PackedAttention.from_lengths(lengths, "cpu", backend="varlen")
-        torch.testing.assert_close(packed.attend(None, q, k, v, scaling=0.4), dense(q, k, v, lengths, 0.4))
-        if kernel is _newer:
-            out = packed.attend(None, q, k, v, sliding_window=3)
-            torch.testing.assert_close(out, dense(q, k, v, lengths, window=3))
-    finally:
-        attention.varlen_kernel.cache_clear()
+    lengths = [5, 1, 6]
+    q, k, v = make(lengths)
+    packed = PackedAttention.from_lengths(lengths, "cpu", backend="varlen")
+    torch.testing.assert_close(
+        packed.attend(AttentionCall(q, k, v, scaling=0.4)), dense(q, k, v, lengths, 0.4)
+    )
+    if kernel is _newer:
+        out = packed.attend(AttentionCall(q, k, v, window=3))
+        torch.testing.assert_close(out, dense(q, k, v, lengths, window=3))
 
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -154,7 +152,7 @@ def test_windows_are_served_block_by_block(monkeypatch, window):
     monkeypatch.setattr(attention.F, "scaled_dot_product_attention", noting)
     lengths = [40]
     q, k, v = make(lengths)
-    out = PackedAttention.from_lengths(lengths, "cpu").attend(None, q, k, v, sliding_window=window)
+    out = PackedAttention.from_lengths(lengths, "cpu").attend(AttentionCall(q, k, v, window=window))
     torch.testing.assert_close(out, dense(q, k, v, lengths, window=window))
     assert len(asked) >= 8
     assert max(asked) <= 2 * max(window, 4) ** 2, "a mask as large as the square of the length"
@@ -171,23 +169,21 @@ def test_head_sizes_the_flash_kernels_do_not_know_are_filled_up(monkeypatch, ker
 
     only_one_size.__signature__ = inspect.signature(kernel)
     monkeypatch.setattr(module, "varlen_attn", only_one_size)
-    attention.varlen_kernel.cache_clear()
-    try:
-        lengths = [5, 1, 6]
-        q, k, _ = make(lengths, size=size)
-        v = make(lengths, size=value_size, seed=1)[2]
-        packed = PackedAttention.from_lengths(lengths, "cpu", backend="varlen")
-        torch.testing.assert_close(packed.attend(None, q, k, v), dense(q, k, v, lengths))
-        torch.testing.assert_close(packed.attend(None, q, k, v, scaling=0.3), dense(q, k, v, lengths, 0.3))
-    finally:
-        attention.varlen_kernel.cache_clear()
+    lengths = [5, 1, 6]
+    q, k, _ = make(lengths, size=size)
+    v = make(lengths, size=value_size, seed=1)[2]
+    packed = PackedAttention.from_lengths(lengths, "cpu", backend="varlen")
+    torch.testing.assert_close(packed.attend(AttentionCall(q, k, v)), dense(q, k, v, lengths))
+    torch.testing.assert_close(
+        packed.attend(AttentionCall(q, k, v, scaling=0.3)), dense(q, k, v, lengths, 0.3)
+    )
 
 
 @pytest.mark.parametrize(("length", "compiled"), [(127, False), (128, True)])
 def test_short_packs_are_not_worth_compiling_another_kernel(monkeypatch, length, compiled):
     monkeypatch.setattr(attention, "choose_backend", lambda *_: "flex")
     asked = []
-    monkeypatch.setattr(PackedAttention, "_flex", lambda self, q, *_: asked.append(q.shape[2]))
+    monkeypatch.setattr(PackedAttention, "_flex", lambda self, call: asked.append(call.q.shape[2]))
     q, k, v = make([length])
-    PackedAttention.from_lengths([length], "cpu").attend(None, q, k, v, softcap=2.0)
+    PackedAttention.from_lengths([length], "cpu").attend(AttentionCall(q, k, v, softcap=2.0))
     assert asked == ([length] if compiled else [])

@@ -9,10 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from verl.errors import ModelError
-from verl.models.loading import cast_parameters, load_causal_lm, load_value_model
+from verl.models.loading import CannotStream, cast_parameters, load_causal_lm, load_value_model
 from verl.models.lora import add_lora
 from verl.models.meta_init import open_causal_lm, open_value_model
-from verl.models.safetensors_files import CannotStream
 
 ARCHITECTURES = {
     "llama": {},
@@ -122,7 +121,7 @@ def test_a_model_of_the_hub_is_read_from_its_cache(tiny, tmp_path, monkeypatch):
     (store / "refs/main").write_text("abc")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    from verl.models.safetensors_files import SafetensorsFiles
+    from verl.models.loading import SafetensorsFiles
 
     files = SafetensorsFiles.of("someone/tiny")
     assert len(set(files.files.values())) > 1

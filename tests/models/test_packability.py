@@ -189,9 +189,9 @@ def test_kernels_that_round_worse_than_the_models_own_are_refused(tiny, monkeypa
     assert fault(model) is None
     plain = attention.dense_attention
 
-    def worse(q, *args):
-        out = plain(q, *args)
-        return out if q.dtype == torch.float32 else torch.zeros_like(out)
+    def worse(call):
+        out = plain(call)
+        return out if call.q.dtype == torch.float32 else torch.zeros_like(out)
 
     monkeypatch.setattr(attention, "dense_attention", worse)
     assert "in half precision packed answers are off" in fault(model)

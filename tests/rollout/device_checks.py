@@ -29,6 +29,7 @@ from tiny_architectures import NotTiny, build_architecture
 from tiny_models import ARCHITECTURES, build_model
 
 from verl.errors import RolloutError
+from verl.models.attention import AttentionCall
 from verl.rollout import Request, SamplingParams
 from verl.rollout.hf import HFRollout
 from verl.rollout.native import Limits, NativeRollout
@@ -157,7 +158,7 @@ def graphs_follow_new_weights_and_are_kept() -> str:
     engine = native(model)
     asked = requests(temperature=0, ignore_eos=True)
     before = answers(engine, asked)
-    captured = len(engine.session.runner.graphs)
+    captured = len(engine.state.runner.graphs)
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(torch.randn_like(weight) * 0.1)
@@ -165,7 +166,7 @@ def graphs_follow_new_weights_and_are_kept() -> str:
     compare(after, answers(HFRollout(model, None), asked), 1e-4)
     if all(after[k].token_ids == before[k].token_ids for k in after):
         raise AssertionError("new weights changed nothing")
-    if len(engine.session.runner.graphs) != captured:
+    if len(engine.state.runner.graphs) != captured:
         raise AssertionError("graphs were captured again")
     return f"{captured} graphs kept"
 
@@ -176,20 +177,20 @@ def a_sleeping_engine_holds_no_cache_and_keeps_its_graphs() -> str:
     engine = native(model)
     asked = requests(temperature=0, ignore_eos=True)
     before = answers(engine, asked)
-    session = engine.session
+    session = engine.state
     held = session.cache.bytes
     free = torch.cuda.mem_get_info()[0] if DEVICE == "cuda" else 0
     engine.sleep()
     if DEVICE == "cpu":
         return "no device memory to give back"
-    if engine.session is not session:
+    if engine.state is not session:
         raise AssertionError("the cache cannot be put to sleep here")
     given = torch.cuda.mem_get_info()[0] - free
     if session.cache.bytes != 0 or given < held:
         raise AssertionError(f"{given} bytes came back of {held}")
     engine.wake()
     compare(answers(engine, asked), before, 1e-4)
-    if engine.session is not session:
+    if engine.state is not session:
         raise AssertionError("the session was made anew")
     return f"{given} bytes given back, {len(session.runner.graphs)} graphs kept"
 
@@ -530,12 +531,12 @@ def greedy_validation_reuses_the_graphs_of_training() -> str:
     model = build_model("qwen3").to(DEVICE)
     engine = native(model)
     answers(engine, requests(ignore_eos=True))
-    captured = len(engine.session.runner.graphs)
+    captured = len(engine.state.runner.graphs)
     for temperature in (0.0, 0.7):
         asked = requests(ignore_eos=True, temperature=temperature)
         compare(answers(engine, asked), answers(HFRollout(model, None), asked), 1e-4)
-    if len(engine.session.runner.graphs) != captured:
-        raise AssertionError(f"{len(engine.session.runner.graphs)} graphs instead of {captured}")
+    if len(engine.state.runner.graphs) != captured:
+        raise AssertionError(f"{len(engine.state.runner.graphs)} graphs instead of {captured}")
     return f"{captured} graphs"
 
 
@@ -543,17 +544,17 @@ def greedy_validation_reuses_the_graphs_of_training() -> str:
 def free_rows_are_filled_before_anything_decodes() -> str:
     model = build_model("llama").to(DEVICE)
     asked = [Request(str(i), [5 + i] * 60, SamplingParams(max_tokens=20, ignore_eos=True)) for i in range(16)]
-    decode, rows = DeviceRunner.decode, []
+    send_tables, rows = DeviceRunner._send_tables, []
 
-    def noting(runner: DeviceRunner, steps: int) -> None:
+    def noting(runner: DeviceRunner, used: int) -> None:
         rows.append(len(runner.rows))
-        decode(runner, steps)
+        send_tables(runner, used)
 
-    DeviceRunner.decode = noting
+    DeviceRunner._send_tables = noting
     try:
         answers(native(model, verify=False, max_num_batched_tokens=128), asked)
     finally:
-        DeviceRunner.decode = decode
+        DeviceRunner._send_tables = send_tables
     if set(rows) != {16}:
         raise AssertionError(f"decode steps of {sorted(set(rows))} rows")
     return f"{len(rows)} bursts of decode steps, all of 16 rows"
@@ -571,8 +572,8 @@ def cached_beginnings_equal_padded_attention() -> str:
         q, k, v = (torch.randn(1, *s, dim, generator=generator).to(DEVICE, half) for s in shapes)
         for window in (None, 50):
             attention = ContinuedAttention(counts, lengths, lambda x: x.to(DEVICE))
-            ours = attention.attend(None, q, k, v, sliding_window=window)
-            theirs = attention.padded(q.float(), k.float(), v.float(), None, window, None)
+            ours = attention.attend(AttentionCall(q, k, v, window=window))
+            theirs = attention.padded(AttentionCall(q.float(), k.float(), v.float(), window=window))
             worst = max(worst, float((ours.float() - theirs).abs().max()))
     if not worst < 0.03:
         raise AssertionError(f"attention differs by {worst:.1e}")
@@ -601,16 +602,16 @@ def a_failed_capture_leaves_nothing_behind() -> str:
         DeviceRunner.decode_step = step
     if torch.cuda.current_stream() != stream:
         raise AssertionError("the thread stayed on the stream of the capture")
-    if engine.graphs_refused is None or engine.session.runner.graphs:
+    if engine.graphs_refused is None or engine.state.runner.graphs:
         raise AssertionError("the capture did not fail")
     compare(answers(engine, asked), theirs, 1e-4)
-    if engine.session.runner.graphs:
+    if engine.state.runner.graphs:
         raise AssertionError("captured again with the same weights")
     engine.update_weights(None, 1)
     compare(answers(engine, asked), theirs, 1e-4)
-    if not engine.session.runner.graphs:
+    if not engine.state.runner.graphs:
         raise AssertionError("not captured again after a weight update")
-    return f"{len(engine.session.runner.graphs)} graphs after the weight update"
+    return f"{len(engine.state.runner.graphs)} graphs after the weight update"
 
 
 @check
@@ -623,7 +624,7 @@ def a_mixture_of_experts_is_captured_in_half_precision() -> str:
     answers(engine, requests(temperature=0, ignore_eos=True))
     if engine.graphs_refused is not None:
         raise AssertionError(engine.graphs_refused[1])
-    return f"{len(engine.session.runner.graphs)} graphs"
+    return f"{len(engine.state.runner.graphs)} graphs"
 
 
 ASKS_MORE = (

@@ -73,7 +73,7 @@ for dtype, tolerance in ((torch.float32, 2e-5), (HALF, 1e-2)):
         # One step of eight bits where a tie rounds the other way.
         check(f"fp8 values {kind}", values.float() * scales, expected.float() * expected_scales, 0.07)
         left, right = (reference.quantise_rows(randn(n, 96, dtype=dtype)) for n in (5, 48))
-        args = (left[0], left[1], right[0], right[1].t().contiguous(), torch.bfloat16)
+        args = (left, (right[0], right[1].t().contiguous()), torch.bfloat16)
         check("fp8 product", TritonOps().scaled_product(*args), reference.scaled_product(*args), 2e-2)
 
     for rows in (3, 20, 40):

@@ -101,7 +101,8 @@ class SimulatedRunner(DeviceRunner):
         self.graph_error = None
         self.rows = []
         self._slots = list(range(capacity))
-        self._in_flight = self._drawn = 0
+        self._in_flight = self._drawn = self._steps = 0
+        self._ended = []
         self._poll = None
         self._tables_moved = False
         self.places: dict[tuple[int, int], tuple[int, ...]] = {}
@@ -109,7 +110,7 @@ class SimulatedRunner(DeviceRunner):
         self.computed: dict[int, int] = {}
         """For each sequence with blocks, by id: how many of its tokens have been computed."""
         self.decode_calls: list[tuple[int, int]] = []
-        """(rows, steps) of every call of `decode`."""
+        """(rows, steps) of every burst of decode steps."""
         self.polls = 0
 
     def copy(self, copies: list[Copy]) -> None:
@@ -151,9 +152,9 @@ class SimulatedRunner(DeviceRunner):
             self.state.slots[row["slot"]].append(token)
             row["active"] = int(token not in row["stops"] and len(row["tokens"]) < row["longest"])
 
-    def decode(self, steps: int) -> None:
-        self.decode_calls.append((len(self.rows), steps))
-        super().decode(steps)
+    def _send_tables(self, used: int) -> None:
+        self.decode_calls.append((len(self.rows), self._steps))
+        super()._send_tables(used)
 
     def decode_step(self, size: int) -> None:
         for row, state in zip(self.rows, self.state.rows, strict=True):
@@ -201,7 +202,8 @@ def run(
     found: dict[tuple[str, int], Response] = {}
     while not scheduler.idle:
         assert runner.polls < most_polls, "the loop does not end"
-        for sequence, reason in runner.step(scheduler):
+        runner.run(scheduler, runner.schedule(scheduler))
+        for sequence, reason in runner.finished(scheduler):
             key = (sequence.request.request_id, sequence.sample)
             assert key not in found, "answered twice"
             found[key] = sequence.response(reason)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from verl.models import graph_recorder
+from verl.models import vmm_buffer
 from verl.rollout import Request, SamplingParams
 from verl.rollout.native import Limits, NativeRollout
 from verl.rollout.native import engine as native_engine
@@ -116,7 +116,7 @@ def test_a_new_session_takes_its_memory_after_the_last_one_gave_it_back(
     monkeypatch.setattr(DeviceCache, "__init__", noting)
     engine = NativeRollout(tiny("llama"), None, Limits(dtype="fp8"), on_device=True, verify=False)
     list(engine.generate(asked()))
-    session = engine.session
+    session = engine.state
     assert session is not None and session.runner.fused is not None
     products = session.runner.fused.layers[0].products
     owned = [session.cache, session.cache.tensor, session.runner, session.runner.state, products]
@@ -126,7 +126,7 @@ def test_a_new_session_takes_its_memory_after_the_last_one_gave_it_back(
     del owned, products
     list(engine.generate([Request("long", [1] * 300, SamplingParams(max_tokens=20))]))
     assert alive == [[], []], "the old session was alive when the new cache was allocated"
-    assert engine.session is not session
+    assert engine.state is not session
 
 
 class FakeCuda:
@@ -186,7 +186,7 @@ class FakeCuda:
             monkeypatch.setattr(
                 torch._C, name, lambda index, pool, name=name: self.left.append(name), raising=False
             )
-        monkeypatch.setattr(graph_recorder, "_BROKEN", [])
+        monkeypatch.setattr(vmm_buffer, "_BROKEN", [])
 
 
 @pytest.mark.parametrize("invalidated", [False, True])
@@ -194,7 +194,7 @@ def test_a_failed_recording_leaves_the_stream_and_the_pool(
     invalidated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cuda = FakeCuda(monkeypatch, end_fails=9 if invalidated else 0)
-    recorder = graph_recorder.GraphRecorder(torch.device("cuda"))
+    recorder = vmm_buffer.GraphRecorder(torch.device("cuda"))
 
     def work() -> None:
         assert cuda.current == "side"
@@ -206,11 +206,11 @@ def test_a_failed_recording_leaves_the_stream_and_the_pool(
     assert (cuda.current, cuda.capturing, cuda.modes) == ("main", False, ["thread_local"])
     # A capture that ended has left the pool; one that CUDA broke off has not, and its graph must stay alive.
     expected = ["_cuda_endAllocateToPool", "_cuda_releasePool"] if invalidated else []
-    assert cuda.left == expected and len(graph_recorder._BROKEN) == int(invalidated)
+    assert cuda.left == expected and len(vmm_buffer._BROKEN) == int(invalidated)
 
 
 def test_a_capture_that_cannot_be_ended_is_a_failed_recording(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = FakeCuda(monkeypatch, end_fails=9)
     with pytest.raises(RuntimeError, match="invalidated"):
-        graph_recorder.GraphRecorder(torch.device("cuda")).record(lambda: None)
+        vmm_buffer.GraphRecorder(torch.device("cuda")).record(lambda: None)
     assert cuda.current == "main" and len(cuda.left) == 2

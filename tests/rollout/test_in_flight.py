@@ -10,8 +10,8 @@ import torch
 from transformers import DynamicCache
 
 from verl.rollout import Request, Response, SamplingParams
+from verl.rollout.base import VersionLog
 from verl.rollout.native import Limits, NativeRollout
-from verl.rollout.versions import VersionLog
 
 Engine = Callable[..., NativeRollout]
 PROMPT = [50 + i for i in range(20)]

@@ -13,7 +13,7 @@ from verl.errors import RolloutError
 from verl.rollout import Request, SamplingParams
 from verl.rollout.base import Stopper
 from verl.rollout.native import Limits, NativeRollout
-from verl.rollout.native.session import Sizes
+from verl.rollout.native.engine_state import Sizes
 
 PATHS = pytest.mark.parametrize("on_device", [False, True], ids=["cpu path", "device path"])
 WORDS = SimpleNamespace(eos_token_id=2, decode=lambda ids, **_: "".join(f"w{token} " for token in ids))
@@ -97,10 +97,10 @@ def test_a_session_serves_training_and_validation_in_turn(tiny: Callable[..., An
     ]
     list(engine.generate(training))
     list(engine.generate(validation))
-    session = engine.session
+    session = engine.state
     for requests in (training, longer, validation, training):
         assert len(list(engine.generate(requests))) == sum(r.n for r in requests)
-        assert engine.session is session, "a session that is large enough was thrown away"
+        assert engine.state is session, "a session that is large enough was thrown away"
 
 
 def test_sizes_grow_within_memory() -> None:
@@ -138,7 +138,7 @@ def test_sleep_leaves_nothing_behind_that_cannot_come_back(tiny: Callable[..., A
     asked = [Request("a", [5, 6, 7], SamplingParams(max_tokens=20, ignore_eos=True), n=3)]
     before = {r.sample: r.token_ids for r in engine.generate(asked)}
     engine.sleep()
-    assert engine.session is None, "ordinary memory is given back whole"
+    assert engine.state is None, "ordinary memory is given back whole"
     engine.wake()
     assert {r.sample: r.token_ids for r in engine.generate(asked)} == before
     with torch.no_grad():
@@ -176,8 +176,8 @@ def test_places_of_the_cache_that_nobody_wrote_are_never_read(
 def test_a_cache_that_comes_back_is_not_cleared(tiny: Callable[..., Any]) -> None:
     engine = NativeRollout(tiny("llama"), None, Limits(), on_device=True)
     list(engine.generate([Request("a", [5, 6, 7], SamplingParams(max_tokens=20, ignore_eos=True))]))
-    assert engine.session is not None
-    cache = engine.session.cache
+    assert engine.state is not None
+    cache = engine.state.cache
     memory: Any = SimpleNamespace(mapped=True)
     memory.sleep = lambda: setattr(memory, "mapped", False)
     memory.wake_up = lambda: setattr(memory, "mapped", True)

@@ -150,9 +150,9 @@ def test_an_error_drops_what_is_outstanding_and_leaves_the_engine_usable(
     engine = build()
     engine.submit([request("a", 4, 20, temperature=0)])
     engine.poll(0)
-    runner = type(engine.session.runner)
+    runner = type(engine.state.runner)
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "step", lambda *_: 1 / 0)
+        patch.setattr(runner, "run", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             engine.poll()
     assert engine.poll() == [] and engine.stats().waiting == 0

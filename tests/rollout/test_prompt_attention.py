@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from verl.models.attention import AttentionCall
 from verl.rollout.native import device_attention
 from verl.rollout.native.device_attention import ContinuedAttention, DecodeAttention, PromptAttention
 from verl.rollout.native.ops import TorchOps
@@ -54,21 +55,13 @@ def by_definition(
 
 
 def flash_like(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_q: torch.Tensor,
-    longest_q: int,
-    scaling: float | None,
-    window: int | None,
-    keys: tuple[torch.Tensor, int],
+    call: AttentionCall, cu_q: torch.Tensor, longest_q: int, keys: tuple[torch.Tensor, int]
 ) -> torch.Tensor:
     """What torch documents of its varlen kernel (which needs a GPU): a causal mask aligned to the end."""
     counts, lengths = cu_q.diff().tolist(), keys[0].diff().tolist()
     assert (cu_q.dtype, keys[0].dtype, cu_q[0], keys[0][0]) == (torch.int32, torch.int32, 0, 0)
     assert (longest_q, keys[1]) == (max(counts), max(lengths))
-    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    return by_definition(q, k, v, counts, lengths, scaling, window, None)[0]
+    return by_definition(*call[:3], counts, lengths, call.scaling, call.window, None)
 
 
 CHUNKS = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 20)), min_size=1, max_size=6)
@@ -84,7 +77,7 @@ def test_padded_batches_equal_plain_attention(
     ours = ContinuedAttention(counts, lengths, lambda x: x)
     wanted = by_definition(q, k, v, counts, lengths, 0.3, window, softcap)
     for _ in range(2):  # the second layer uses what the first has made
-        found = ours.attend(None, q, k, v, scaling=0.3, sliding_window=window, softcap=softcap)
+        found = ours.attend(AttentionCall(q, k, v, 0.3, window, softcap))
         torch.testing.assert_close(found, wanted)
 
 
@@ -94,8 +87,8 @@ def test_the_flash_kernel_is_given_queries_and_keys_of_their_own_lengths(
 ) -> None:
     counts, lengths = [3, 1, 5], [9, 14, 5]
     q, k, v = tensors(counts, lengths)
-    monkeypatch.setattr(device_attention, "varlen_kernel", lambda: flash_like)
-    found = ContinuedAttention(counts, lengths, lambda x: x).varlen(q, k, v, 0.3, window)
+    monkeypatch.setattr(device_attention, "varlen_attention", flash_like)
+    found = ContinuedAttention(counts, lengths, lambda x: x).varlen(AttentionCall(q, k, v, 0.3, window))
     torch.testing.assert_close(found, by_definition(q, k, v, counts, lengths, 0.3, window, None))
 
 
@@ -108,12 +101,10 @@ def test_capped_scores_are_in_memory_for_some_chunks_at_a_time(
     seen = []
     whole = device_attention.dot_product_attention
     monkeypatch.setattr(
-        device_attention, "dot_product_attention", lambda q, *more: (seen.append(len(q)), whole(q, *more))[1]
+        device_attention, "dot_product_attention", lambda c, mask: (seen.append(len(c.q)), whole(c, mask))[1]
     )
     monkeypatch.setattr(device_attention, "_SCORES", 3 * HEADS * 4 * 20)
-    found = ContinuedAttention(counts, lengths, lambda x: x).attend(
-        None, q, k, v, scaling=0.3, sliding_window=window, softcap=2.0
-    )
+    found = ContinuedAttention(counts, lengths, lambda x: x).attend(AttentionCall(q, k, v, 0.3, window, 2.0))
     assert seen == [3, 1]
     torch.testing.assert_close(found, by_definition(q, k, v, counts, lengths, 0.3, window, 2.0))
 
@@ -138,16 +129,16 @@ def calls_of_a_layer(prompts: int, flash: bool, monkeypatch: pytest.MonkeyPatch)
     kernel_calls: list[int] = []
     if flash:
 
-        def kernel(q: torch.Tensor, *args: Any) -> torch.Tensor:
+        def kernel(call: AttentionCall, *args: Any) -> torch.Tensor:
             kernel_calls.append(1)
-            return torch.empty_like(q)
+            return torch.empty_like(call.q.transpose(1, 2))
 
-        monkeypatch.setattr(device_attention, "varlen_kernel", lambda: kernel)
-        monkeypatch.setattr(inner, "padded", lambda *args: inner.varlen(*args[:5]))
+        monkeypatch.setattr(device_attention, "varlen_attention", kernel)
+        monkeypatch.setattr(inner, "padded", inner.varlen)
     context = PromptAttention(TorchOps(), cache, torch.arange(sum(counts)), torch.arange(sum(lengths)), inner)
-    context.attend(SimpleNamespace(layer_idx=0), q, k, v)  # type: ignore[arg-type]
+    context.attend(AttentionCall(q, k, v, layer=0))
     with Calls() as calls:
-        context.attend(SimpleNamespace(layer_idx=1), q, k, v)  # type: ignore[arg-type]
+        context.attend(AttentionCall(q, k, v, layer=1))
     assert len(kernel_calls) == 2 * flash, "one kernel for each layer"
     return calls.count
 

@@ -20,9 +20,8 @@ from verl.models.weight_source import NamedTensors, Names, SourceLogProbs
 from verl.rollout import build_rollout
 from verl.rollout.base import Request, SamplingParams
 from verl.rollout.external_engine import TPFollower, require_engine
-from verl.rollout.model_info import model_info
 from verl.rollout.sglang import server_arguments
-from verl.rollout.source import ModuleWeights
+from verl.rollout.source import ModuleWeights, model_info
 from verl.rollout.weight_sync.broadcast import ReceivedWeights
 from verl.rollout.weight_sync.fingerprint import Manifest
 

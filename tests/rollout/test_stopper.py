@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from verl.rollout import Request, SamplingParams
 from verl.rollout.base import Stopper
-from verl.rollout.external_sample import Sample
+from verl.rollout.external_engine import Sample
 from verl.rollout.native import Limits, NativeRollout
 
 PIECES = [

@@ -14,9 +14,8 @@ from verl.config.schema import RolloutConfig
 from verl.errors import ConfigError, MissingPackage
 from verl.rollout import external_engine
 from verl.rollout.base import SamplingParams
-from verl.rollout.http_server import server_devices
-from verl.rollout.model_info import ModelInfo, model_info
-from verl.rollout.source import ModuleWeights
+from verl.rollout.server_engine import server_devices
+from verl.rollout.source import ModelInfo, ModuleWeights, model_info
 from verl.rollout.vllm.settings import (
     engine_arguments,
     log_probs_mode,

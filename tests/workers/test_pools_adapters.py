@@ -22,8 +22,7 @@ from verl.errors import TrainingHalted
 from verl.models.lora import add_lora, plain_name
 from verl.models.weight_source import Adapter
 from verl.rollout.base import Request, SamplingParams
-from verl.rollout.model_info import model_info
-from verl.rollout.source import ModuleWeights
+from verl.rollout.source import ModuleWeights, model_info
 from verl.rollout.vllm import base as vllm_base
 from verl.rollout.vllm.base import read_adapter, write_adapter
 from verl.rollout.vllm.engine import VLLMRollout

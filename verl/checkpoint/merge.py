@@ -47,9 +47,8 @@ from verl.checkpoint.steps import TRACKER, in_use, list_steps, publish, step_of
 from verl.errors import CheckpointError
 from verl.json_input import read_json
 from verl.memory import free_host_bytes
-from verl.models.loading import torch_dtype
+from verl.models.loading import let_others_read, torch_dtype
 from verl.models.lora import transposed_weights
-from verl.models.safetensors_files import let_others_read
 
 logger = logging.getLogger(__name__)
 

@@ -70,7 +70,7 @@ def build_model_folder(folder: Path, seed: int) -> int:
     import torch
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-    from verl.models.safetensors_files import let_others_read
+    from verl.models.loading import let_others_read
 
     tokenizer = build_tokenizer()
     config = LlamaConfig(

@@ -107,9 +107,8 @@ def model(arguments: list[str]) -> Iterator[Finding]:
     """Tokenizer, chat template, and that the weight files hold what the architecture needs."""
     import torch
 
-    from verl.models.loading import load_config
+    from verl.models.loading import CannotStream, load_config
     from verl.models.meta_init import WeightsDiffer, open_causal_lm, open_value_model
-    from verl.models.safetensors_files import CannotStream
 
     section = _model_section(_config(*arguments))
     if not Path(section.path).expanduser().is_dir() and not _in_cache(section.path):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -22,20 +23,32 @@ def local(x: torch.Tensor) -> torch.Tensor:
     return x.to_local() if hasattr(x, "to_local") else x  # type: ignore[no-any-return]
 
 
+@dataclass(frozen=True)
+class AdamWOptions:
+    weight_decay: float = 0.01
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+
+
 class TorchAdamW:
     """torch's AdamW. Half-precision gradients become float32 bucket by bucket, so that a full set never exists."""
 
-    def __init__(self, masters: Mapping[str, torch.Tensor], weight_decay: float, **options: Any) -> None:
+    def __init__(self, masters: Mapping[str, torch.Tensor], options: AdamWOptions) -> None:
         self.masters = masters
         self.fused = any(master.is_cuda for master in masters.values())
         self.buckets: list[tuple[list[str], torch.optim.AdamW]] = []
         for names in _buckets(masters):
+            decaying = [masters[name] for name in names if masters[name].ndim >= 2]
+            others = [masters[name] for name in names if masters[name].ndim < 2]
             groups = [
-                {"params": [masters[n] for n in names if masters[n].ndim >= 2], "weight_decay": weight_decay},
-                {"params": [masters[n] for n in names if masters[n].ndim < 2], "weight_decay": 0.0},
+                {"params": params, "weight_decay": decay}
+                for params, decay in ((decaying, options.weight_decay), (others, 0.0))
+                if params
             ]
-            full = [group for group in groups if group["params"]]
-            self.buckets.append((names, torch.optim.AdamW(full, lr=0.0, fused=self.fused or None, **options)))
+            adamw = torch.optim.AdamW(
+                groups, lr=0.0, fused=self.fused or None, betas=options.betas, eps=options.eps
+            )
+            self.buckets.append((names, adamw))
         self._optimizer_of = {name: adamw for names, adamw in self.buckets for name in names}
 
     def step(self, gradients: Mapping[str, torch.Tensor], lr: float, factor: float) -> None:
@@ -113,13 +126,9 @@ class OnePassAdamW:
         self,
         params: Mapping[str, torch.Tensor],
         masters: Mapping[str, torch.Tensor],
-        weight_decay: float,
-        *,
-        betas: tuple[float, float],
-        eps: float,
+        options: AdamWOptions,
     ) -> None:
-        self.params, self.masters = params, masters
-        self.weight_decay, self.betas, self.eps = weight_decay, betas, eps
+        self.params, self.masters, self.options = params, masters, options
         self._moments: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._updates: dict[str, int] = dict.fromkeys(masters, 0)
         self._prepared: tuple[Mapping[str, torch.Tensor], list[tuple[int, Any]]] | None = None
@@ -151,14 +160,7 @@ class OnePassAdamW:
             self.prepare(gradients)
         assert self._prepared is not None
         for updates, update in self._prepared[1]:
-            update.launch(
-                updates=updates,
-                lr=lr,
-                betas=self.betas,
-                eps=self.eps,
-                weight_decay=self.weight_decay,
-                factor=factor,
-            )
+            update.launch(updates=updates, lr=lr, factor=factor, **asdict(self.options))
         self._prepared = None
         for name in gradients:
             self._updates[name] += 1
@@ -254,18 +256,9 @@ class LowMemoryAdamW:
     exact."""
 
     def __init__(
-        self,
-        masters: Mapping[str, torch.Tensor],
-        weight_decay: float,
-        *,
-        betas: tuple[float, float],
-        eps: float,
-        int8: bool,
-        seed: int,
+        self, masters: Mapping[str, torch.Tensor], options: AdamWOptions, int8: bool, seed: int
     ) -> None:
-        self.masters, self.weight_decay, self.betas, self.eps = masters, weight_decay, betas, eps
-        self.int8 = int8
-        self.seed = seed
+        self.masters, self.options, self.int8, self.seed = masters, options, int8, seed
         self._first: dict[str, Any] = {}
         self._root_second: dict[str, Any] = {}
         self._steps: dict[str, int] = dict.fromkeys(masters, 0)
@@ -286,21 +279,22 @@ class LowMemoryAdamW:
 
     @torch.no_grad()
     def step(self, gradients: Mapping[str, torch.Tensor], lr: float, factor: float) -> None:
+        beta1, beta2 = self.options.betas
         for at, (name, gradient) in enumerate(gradients.items()):
             master = local(self.masters[name])
             grad = local(gradient).float() * factor
             self._steps[name] += 1
             count = self._steps[name]
-            first = self._read(self._first, name).lerp(grad, 1 - self.betas[0])
-            second = self._read(self._root_second, name).square().mul_(self.betas[1])
-            second.addcmul_(grad, grad, value=1 - self.betas[1])
+            first = self._read(self._first, name).lerp(grad, 1 - beta1)
+            second = self._read(self._root_second, name).square().mul_(beta2)
+            second.addcmul_(grad, grad, value=1 - beta2)
             self._write(self._first, name, first, signed=True)
             self._write(self._root_second, name, second.sqrt(), signed=False)
-            root = (second / (1 - self.betas[1] ** count)).sqrt_().add_(self.eps)
+            root = (second / (1 - beta2**count)).sqrt_().add_(self.options.eps)
             weight = master.float()
             if master.ndim >= 2:
-                weight = weight * (1 - lr * self.weight_decay)
-            weight = weight.addcdiv(first, root, value=-lr / (1 - self.betas[0] ** count))
+                weight = weight * (1 - lr * self.options.weight_decay)
+            weight = weight.addcdiv(first, root, value=-lr / (1 - beta1**count))
             if master.dtype in (torch.float32, torch.float64):
                 master.copy_(weight)
             else:

@@ -15,13 +15,12 @@ from itertools import compress
 from typing import Any
 
 import torch
-from torch import nn
 
 from verl.engines.optim import MasterAdamW
-from verl.models.attention import PackedAttention, choose_backend
-from verl.models.graph_recorder import GraphRecorder
+from verl.models.attention import AttentionCall, PackedAttention, varlen_attention
 from verl.models.introspection import backbone_of
 from verl.models.packing import Pack
+from verl.models.vmm_buffer import GraphRecorder
 
 log = logging.getLogger(__name__)
 
@@ -71,23 +70,11 @@ class _FixedAttention(PackedAttention):
     def __init__(self, cu_seqlens: torch.Tensor, size: Size) -> None:
         super().__init__(cu_seqlens, (size.longest,), "varlen")
 
-    def attend(
-        self,
-        module: nn.Module | None,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        scaling: float | None = None,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-    ) -> torch.Tensor:
-        if sliding_window is not None and sliding_window >= self.lengths[0]:
-            sliding_window = None
-        sizes = (q.shape[-1], v.shape[-1])
-        if choose_backend(q.is_cuda, q.dtype, sizes, False, sliding_window, softcap) != "varlen":
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        call = call.within(self.lengths[0])
+        if call.backend(uniform=False) != "varlen":
             raise RuntimeError("its attention has no kernel for sequences of any length")
-        return self._varlen(q, k, v, scaling, sliding_window)
+        return varlen_attention(call, self.cu_seqlens, self.lengths[0])
 
 
 class _CapturedPass:
@@ -106,17 +93,8 @@ class _CapturedPass:
         self.input_ids = torch.zeros_like(at)[None]
         self.position_ids = (at % size.longest)[None]
         self.cu_seqlens = bounds.clamp(max=size.tokens).int()
-        nothing = at[:0]
-        pack = Pack(
-            self.input_ids,
-            self.position_ids,
-            _FixedAttention(self.cu_seqlens, size),
-            nothing,
-            nothing,
-            nothing,
-            0,
-            0,
-        )
+        nothing, attention = at[:0], _FixedAttention(self.cu_seqlens, size)
+        pack = Pack(self.input_ids, self.position_ids, attention, nothing, nothing, nothing, 0, 0)
         backbone = backbone_of(model)
         names = {id(param): name for name, param in optimizer.params.items()}
         # The model runs on aliases: autograd would wait for the stream on which the parameters themselves were first

@@ -7,7 +7,6 @@ sharding replaces parameters. Whether the model can be packed or compiled is fou
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,32 +14,26 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from verl.engines import budget
 from verl.engines.backbone_graphs import BackboneGraphs
-from verl.engines.collective_replay import CollectiveReplay
 from verl.engines.fsdp import FSDPEngine
 from verl.engines.microbatch_runner import MicroBatchRunner
-from verl.engines.offload import ActivationOffload
-from verl.engines.optim import MasterAdamW, Schedule
+from verl.engines.optim import MasterAdamW
 from verl.engines.settings import EngineSettings, Kind, read_settings
-from verl.engines.sharding import Ranks, load_shards, shard
+from verl.engines.sharding import CollectiveReplay, EngineRanks, load_shards, reshard, shard
 from verl.engines.weights import GatheredCopy, copy_to_meta
 from verl.errors import ConfigError, ModelError
 from verl.models.attention import keep_score_cap, register_attention, use_verl_attention
-from verl.models.config_files import disable_dropout
 from verl.models.fused_layers import fuse
-from verl.models.given_adapter import given_lora
 from verl.models.introspection import decoder_layers, token_weights
 from verl.models.kernels import triton_fault
-from verl.models.loading import cast_parameters, load_causal_lm, load_value_model
-from verl.models.lora import add_lora
+from verl.models.loading import CannotStream, cast_parameters, load_causal_lm, load_value_model
+from verl.models.lora import add_lora, given_lora
 from verl.models.meta_init import ParameterIndex, open_causal_lm, open_value_model
 from verl.models.packability import head_fault, packing_fault, padding_fault, randomness_fault
 from verl.models.packing import attach
 from verl.models.rope import checkpoint_contexts, per_row, position_limit
-from verl.models.safetensors_files import CannotStream
 from verl.models.ulysses import SIZE_KEY, SequenceGroup, check_heads
-from verl.models.value_model import ValueModel
+from verl.models.value_model import ValueModel, disable_dropout
 from verl.models.weight_source import remember_dtypes
 
 log = logging.getLogger(__name__)
@@ -53,68 +46,39 @@ def build_fsdp(
     *,
     model: nn.Module | None = None,
     optimizer: torch.optim.Optimizer | None = None,
-    device: str | torch.device,
-    total_steps: int | None = None,
-    seed: int = 0,
-    log_prob_cfg: Any = None,
-    max_skipped_steps: int = 3,
-    bad_batch_dir: Path | None = None,
+    **options: Any,
 ) -> FSDPEngine:
     """Strategies `fsdp` and `fsdp2`; arguments as in `verl.engines.build_engine`."""
-    device = torch.device(device)
-    settings = read_settings(
-        kind,
-        model_cfg,
-        role_cfg,
-        device=device,
-        log_prob=log_prob_cfg,
-        max_skipped_steps=max_skipped_steps,
-        bad_batch_dir=bad_batch_dir,
-        seed=seed,
-    )
-    schedule = Schedule.from_config(role_cfg.optim, total_steps) if settings.trained else None
-    ranks = Ranks(device, role_cfg.fsdp_config.fsdp_size)
+    settings = read_settings(kind, model_cfg, role_cfg, **options)
+    ranks = EngineRanks(settings.device, role_cfg.fsdp_config.fsdp_size)
     sequence = ranks.sequence_group(role_cfg.ulysses_sequence_parallel_size)
-    torch.manual_seed(seed)
+    torch.manual_seed(settings.seed)
     module, index = _load(settings, ranks) if model is None else (_prepared(settings, model, ranks), None)
-    return assemble(
-        module, settings, ranks, schedule=schedule, index=index, external=optimizer, sequence=sequence
-    )
+    return assemble(module, settings, ranks, index=index, external=optimizer, sequence=sequence)
 
 
 def assemble(
     module: Any,
     settings: EngineSettings,
-    ranks: Ranks,
+    ranks: EngineRanks,
     *,
-    schedule: Schedule | None,
     index: ParameterIndex | None = None,
     external: torch.optim.Optimizer | None = None,
     sequence: SequenceGroup | None = None,
 ) -> FSDPEngine:
-    """From a loaded module to an engine. `schedule` is None for a frozen engine; `index` has the weights of a module on
-    the meta device; `external` is a user's optimiser; `sequence` are the ranks that split sequences."""
-    model_cfg, role = settings.model, settings.role
+    """From a loaded module to an engine. `index` has the weights of a module on the meta device; `external` is a user's
+    optimiser; `sequence` are the ranks that split sequences."""
     _choose_trained(module, settings)
     keep_score_cap(module)
     stock_attention = module.config._attn_implementation or "sdpa"
-    packed = model_cfg.use_remove_padding and use_verl_attention(module)
-    if sequence is not None:
-        if not model_cfg.use_remove_padding:
-            raise ConfigError(
-                f"{SIZE_KEY}={sequence.size} splits packed sequences, but model.use_remove_padding is false; set it to "
-                f"true, or {SIZE_KEY}=1"
-            )
-        check_heads(module.config.get_text_config().num_attention_heads, sequence.size)
-    if model_cfg.use_remove_padding and not packed:
-        _pad(module, sequence, "it does not use transformers' attention interface")
-    if settings.trained and model_cfg.enable_gradient_checkpointing:
-        options: dict[str, Any] = {"use_reentrant": False}
-        if position_limit(module) is not None:
-            options["context_fn"] = checkpoint_contexts
-        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    packed = _use_packed_attention(module, settings, sequence)
+    longest, compiled = position_limit(module), settings.trained and settings.role.use_torch_compile
+    if settings.trained and settings.model.enable_gradient_checkpointing:
+        checkpointing: dict[str, Any] = {"use_reentrant": False}
+        if longest is not None:
+            checkpointing["context_fn"] = checkpoint_contexts
+        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpointing)
     module.eval()
-    compiled = settings.trained and role.use_torch_compile
     if not compiled:
         fuse(module, ranks.device)
     per_row(module)
@@ -123,71 +87,91 @@ def assemble(
     mesh = _mesh(settings, ranks)
     gathered_copy = replay = None
     if mesh is not None:
-        copy = copy_to_meta(module)
-        in_place = settings.trained and role.optim.stochastic_rounding
-        shard(module, mesh, role.fsdp_config, settings.dtype, float32_masters=not in_place)
-        if index is not None:
-            on_host = role.fsdp_config.offload_policy
-            load_shards(module, mesh, index, torch.device("cpu") if on_host else ranks.device)
-        if copy is not None:
-            gathered_copy = GatheredCopy(module, copy, ranks.device, settings.dtype)
+        gathered_copy = _shard(module, settings, mesh, index)
         replay = CollectiveReplay(module, replicated=mesh.ndim == 2)
-    layers = decoder_layers(module)
-    text_config = module.config.get_text_config()
+    packed = _checked(module, settings, packed, stock_attention, sequence, replay)
+    layers, text_config = decoder_layers(module), module.config.get_text_config()
     layer_weights = sum(count for layer in layers for _, count in token_weights(layer, text_config))
-    on_gpu = ranks.device.type == "cuda"
+    layer_weights /= len(layers)
+    optimizer = graphs = None
+    if settings.schedule is not None:
+        trained = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
+        optimizer = MasterAdamW(trained, external=external, **settings.optimizer_options())
+        same_dtype = all(param.dtype == settings.dtype for _, param in trained)
+        if mesh is None and packed and same_dtype and _captures(settings):
+            graphs = BackboneGraphs(module, optimizer, ranks.device, layer_weights, longest and longest[0])
     runner = MicroBatchRunner(
         module,
         ranks,
         packed=packed,
-        train_size=settings.train_size,
-        forward_size=settings.forward_size,
-        label=settings.kind,
-        max_tokens=budget.best_tokens(layer_weights / len(layers)) if on_gpu else budget.CAP_CPU,
+        optimizer=optimizer,
+        graphs=graphs,
         replay=replay,
         sequence=sequence,
+        longest=longest,
+        **settings.runner_options(layer_weights),
     )
-    if on_gpu and settings.trained and model_cfg.enable_activation_offload:
-        runner.activation_offload = ActivationOffload(ranks.device)
-    _check_model(module, runner, stock_attention, sequence)
     if compiled:
         _try_compiled(module, runner, layers)
-    if schedule is not None:
-        trained = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
-        runner.optimizer = MasterAdamW(
-            trained, schedule=schedule, external=external, **settings.optimizer_options()
-        )
-        runner.moments_on_host = role.fsdp_config.optimizer_offload
-        same_dtype = all(param.dtype == settings.dtype for _, param in trained)
-        if on_gpu and mesh is None and runner.packed and same_dtype and _captures(settings, ranks.device):
-            each, limit = layer_weights / len(layers), runner.position_limit
-            runner.graphs = BackboneGraphs(module, runner.optimizer, ranks.device, each, limit)
     return FSDPEngine(module, settings, ranks, runner, sharded=mesh is not None, gathered_copy=gathered_copy)
 
 
-def _load(settings: EngineSettings, ranks: Ranks) -> tuple[nn.Module, ParameterIndex | None]:
+def _use_packed_attention(module: Any, settings: EngineSettings, sequence: SequenceGroup | None) -> bool:
+    """Whether the model shall be packed and takes our attention."""
+    wanted = bool(settings.model.use_remove_padding)
+    packed = wanted and use_verl_attention(module)
+    if sequence is not None:
+        if not wanted:
+            raise ConfigError(
+                f"{SIZE_KEY}={sequence.size} splits packed sequences, but model.use_remove_padding is false; set it to "
+                f"true, or {SIZE_KEY}=1"
+            )
+        check_heads(module.config.get_text_config().num_attention_heads, sequence.size)
+    if wanted and not packed:
+        _pad(module, sequence, "it does not use transformers' attention interface")
+    return packed
+
+
+def _shard(
+    module: nn.Module, settings: EngineSettings, mesh: DeviceMesh, index: ParameterIndex | None
+) -> GatheredCopy | None:
+    """Shard the module and fill it; the copy to generate from."""
+    copy, options = copy_to_meta(module), settings.role.fsdp_config
+    in_place = settings.trained and settings.role.optim.stochastic_rounding
+    shard(module, mesh, options, settings.dtype, float32_masters=not in_place)
+    if index is not None:
+        load_shards(module, mesh, index, torch.device("cpu") if options.offload_policy else settings.device)
+    return None if copy is None else GatheredCopy(module, copy, settings.device, settings.dtype)
+
+
+def _load(settings: EngineSettings, ranks: EngineRanks) -> tuple[nn.Module, ParameterIndex | None]:
     """The model of `model.path`: loaded with one rank; with several, on the meta device with an index of its files."""
-    model_cfg, scalar = settings.model, settings.scalar
-    options = settings.load_options()
-    if scalar:
-        options["reward"] = settings.kind == "reward"
-    load = load_value_model if scalar else load_causal_lm
     if ranks.world_size == 1:
-        return load(model_cfg.path, device=ranks.device, **options), None
-    try:
-        return (open_value_model if scalar else open_causal_lm)(model_cfg.path, **options)
-    except CannotStream as reason:
-        log.warning(
-            "%s: every rank loads all of %r into host memory before sharding: %s",
-            settings.kind,
-            model_cfg.path,
-            reason,
-        )
+        return load_model(settings, ranks.device), None
     # Sharding moves it to the device layer by layer, so that the device never holds all of it.
-    return load(model_cfg.path, device=torch.device("cpu"), **options), None
+    return open_model(settings) or (load_model(settings, torch.device("cpu")), None)
 
 
-def _prepared(settings: EngineSettings, model: Any, ranks: Ranks) -> Any:
+def load_model(settings: EngineSettings, device: torch.device) -> nn.Module:
+    """The model of `model.path` on a device."""
+    load = load_value_model if settings.scalar else load_causal_lm
+    return load(settings.model.path, device=device, **settings.load_options())
+
+
+def open_model(settings: EngineSettings) -> tuple[nn.Module, ParameterIndex] | None:
+    """The model of `model.path` on the meta device, and where in its files the weights are; None, and a warning, where
+    they cannot be read in parts."""
+    opened = open_value_model if settings.scalar else open_causal_lm
+    path = settings.model.path
+    try:
+        return opened(path, **settings.load_options())
+    except CannotStream as reason:
+        text = "%s: every rank loads all of %r into host memory before sharding: %s"
+        log.warning(text, settings.kind, path, reason)
+        return None
+
+
+def _prepared(settings: EngineSettings, model: Any, ranks: EngineRanks) -> Any:
     """A user's model as the engine needs it."""
     if hasattr(model, "get_base_model"):  # a model of peft
         model = model.get_base_model()
@@ -218,7 +202,7 @@ def _choose_trained(module: Any, settings: EngineSettings) -> None:
         module.get_input_embeddings().requires_grad_(False)
 
 
-def _mesh(settings: EngineSettings, ranks: Ranks) -> DeviceMesh | None:
+def _mesh(settings: EngineSettings, ranks: EngineRanks) -> DeviceMesh | None:
     """With one rank there is nothing to shard; only host offloading layer by layer needs a mesh, of one."""
     if ranks.mesh is not None or not (
         settings.role.fsdp_config.offload_policy and ranks.device.type == "cuda"
@@ -229,42 +213,48 @@ def _mesh(settings: EngineSettings, ranks: Ranks) -> DeviceMesh | None:
     return init_device_mesh("cuda", (1,), mesh_dim_names=("shard",))
 
 
-def _captures(settings: EngineSettings, device: torch.device) -> bool:
+def _captures(settings: EngineSettings) -> bool:
     """Whether small passes become CUDA graphs. What recomputes or moves activations or compiles layers does not, nor
     weights that leave the device between steps: their graphs would keep the memory that is to be free then."""
     model, role = settings.model, settings.role
     return bool(
-        role.use_cuda_graphs
+        settings.device.type == "cuda"
+        and role.use_cuda_graphs
         and settings.dtype in (torch.bfloat16, torch.float16)
         and not model.enable_gradient_checkpointing
         and not model.enable_activation_offload
         and not role.use_torch_compile
         and not role.fsdp_config.param_offload
-        and triton_fault(device) is None
+        and triton_fault(settings.device) is None
     )
 
 
-def _check_model(
-    module: Any, runner: MicroBatchRunner, stock_attention: str, sequence: SequenceGroup | None
-) -> None:
-    """Run the model on a few tokens, which are not split over ranks: pad what cannot be packed, refuse what cannot be
+def _checked(
+    module: Any,
+    settings: EngineSettings,
+    packed: bool,
+    stock_attention: str,
+    sequence: SequenceGroup | None,
+    replay: CollectiveReplay | None,
+) -> bool:
+    """Run the model on a few tokens, which are not split over ranks: whether it can be packed; refuse what cannot be
     trained."""
-    device = runner.device
-    if runner.packed:
-        fault = packing_fault(module, device, stock_attention)
-        if fault:
-            runner.packed = False
-            module.set_attn_implementation(stock_attention)
-            _pad(module, sequence, fault)
-            if runner.replay is not None and runner.replay.can_recover:
-                runner.replay.reset()  # a check that raised has left a sharded pass unfinished
-    fault = None if runner.packed else padding_fault(module, device)
-    fault = fault or randomness_fault(module, device, runner.packed)
+    device = settings.device
+    if packed and (fault := packing_fault(module, device, stock_attention)):
+        packed = False
+        module.set_attn_implementation(stock_attention)
+        _pad(module, sequence, fault)
+        if replay is not None and replay.can_recover:
+            replay.reset()  # a check that raised has left a sharded pass unfinished
+    fault = None if packed else padding_fault(module, device)
+    fault = fault or randomness_fault(module, device, packed)
     if not fault and not isinstance(module, ValueModel):
-        fault = head_fault(module, device, runner.packed, stock_attention)
+        fault = head_fault(module, device, packed, stock_attention)
     if fault:
         raise ModelError(f"{type(module).__name__} cannot be trained: {fault}")
-    runner.reshard()
+    if replay is not None:
+        reshard(module)
+    return packed
 
 
 def _try_compiled(module: nn.Module, runner: MicroBatchRunner, layers: list[nn.Module]) -> None:

@@ -20,16 +20,15 @@ from verl.engines.adamw import local
 from verl.engines.base import TrainState
 from verl.engines.microbatch_runner import MicroBatchRunner
 from verl.engines.offload import ModelMemory
-from verl.engines.runner_engine import RunnerEngine, engine_info
+from verl.engines.runner_engine import RunnerEngine
 from verl.engines.settings import EngineSettings
-from verl.engines.sharding import Ranks, unsharded
-from verl.engines.weights import FSDPWeights, GatheredCopy, save_config, save_folder
+from verl.engines.sharding import EngineRanks, unsharded
+from verl.engines.weights import FSDPWeights, GatheredCopy
 from verl.errors import ConfigError
 from verl.models.distillation import teacher_forward
 from verl.models.fused_linear import HeadOptions
 from verl.models.introspection import OutputHead, output_head
 from verl.models.lora import adapters_off, has_lora, save_adapter
-from verl.models.weight_source import merged_tensors
 
 
 class FSDPEngine(RunnerEngine):
@@ -39,17 +38,17 @@ class FSDPEngine(RunnerEngine):
         self,
         model: Any,
         settings: EngineSettings,
-        ranks: Ranks,
+        ranks: EngineRanks,
         runner: MicroBatchRunner,
         *,
         sharded: bool,
         gathered_copy: GatheredCopy | None = None,
     ) -> None:
-        super().__init__(engine_info(model, settings, ranks, runner.packed), settings, ranks, runner)
+        super().__init__(model, settings, ranks, runner, ModelMemory(model, ranks.device, sharded))
         self._model = model
+        self.same_rows = None if runner.sequence is None else runner.sequence.group
         self._sharded = sharded
         self._gathered_copy = gathered_copy
-        self._memory = ModelMemory(model, ranks.device, sharded)
         self._reference: dict[str, torch.Tensor] | None = None
 
     def reference_log_probs(self, batch: DataProto, *, temperature: float = 1.0) -> torch.Tensor:
@@ -94,7 +93,7 @@ class FSDPEngine(RunnerEngine):
         self._need(policy=True)
         options = HeadOptions(temperature=temperature)
         self._onload("model")
-        with self._ranks.watching():
+        with self.watching():
             return self._runner.forward(
                 batch, options, partial(teacher_forward, vocabulary=vocabulary, top_k=top_k, options=options)
             )
@@ -114,36 +113,26 @@ class FSDPEngine(RunnerEngine):
                 if x is not None
             }
 
-        with self._ranks.watching():
-            found = self._model.verl_forward(None, None, check=copied)
+        with self.watching():
+            found = self._model.verl_run(copied)
             self._runner.reshard()
         return replace(output_head(self._model), weight=found["weight"], bias=found.get("bias"))
 
     # -- weights ------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _gathered(self) -> Iterator[nn.Module]:
+    def gathered(self) -> Iterator[nn.Module]:
         self._onload("model")
         if not self._sharded:
             yield self._model.eval()
             return
         copy = self._gathered_copy
         gathered = copy.gathered() if copy else unsharded(self._model.eval(), self._settings.role.fsdp_config)
-        with self._ranks.watching(), gathered as module:
+        with self.watching(), gathered as module:
             yield module
 
     def weights(self) -> FSDPWeights:
-        sequence = self._runner.sequence
-        group = None if sequence is None else sequence.group
-        return FSDPWeights(self, self._model, self._ranks, self._gathered, group)
-
-    def save_hf(self, folder: Path) -> None:
-        with self._all_ranks_saved():
-            dtype, write = self._settings.dtype, self._ranks.rank == 0
-            save_folder(self._model, merged_tensors(self._model, dtype), Path(folder), dtype, write=write)
-
-    def save_hf_config(self, folder: Path) -> None:
-        save_config(self._model, Path(folder), self._settings.dtype)
+        return FSDPWeights(self)
 
     def save_adapter(self, folder: Path) -> None:
         if not has_lora(self._model):
@@ -175,9 +164,3 @@ class FSDPEngine(RunnerEngine):
         if self._reference is not None and "reference" in state["extra"]:
             for name, value in self._reference.items():
                 value.copy_(state["extra"]["reference"][name])
-
-    def _move_model(self, to_host: bool) -> None:
-        if to_host:
-            self._memory.offload()
-        else:
-            self._memory.onload()

@@ -2,7 +2,7 @@
 
 A micro-batch that does not fit into device memory is split, and the result is the one it would have had. How that stays
 correct on several ranks: every pass is collective, so a rank never leaves one early. The failing rank completes its
-pass for the others on a dummy batch (`verl.engines.collective_replay`) and runs dummy batches for the rest of the
+pass for the others on a dummy batch (`verl.engines.sharding`) and runs dummy batches for the rest of the
 mini-batch; only at its end do all ranks exchange who failed (`_any_oom`), and then repeat together: without gradient
 only the rows that are missing, with gradient the whole mini-batch, because reductions have mixed the dummy batch's
 gradients into those of every rank. A size that did not fit is not tried again in the run. Ranks that work on the same
@@ -25,15 +25,14 @@ from verl.algorithms.balance import padded_budget_batches, token_budget_batches
 from verl.data.proto import DataProto
 from verl.engines import budget
 from verl.engines.base import LossFn, ModelOutput
-from verl.engines.collective_replay import CollectiveReplay
 from verl.engines.offload import ActivationOffload
 from verl.engines.out_of_memory import OOMReport
 from verl.engines.settings import MicroBatchSize
-from verl.engines.sharding import Ranks, reshard
+from verl.engines.sharding import CollectiveReplay, EngineRanks, reshard
 from verl.errors import TrainingHalted
 from verl.models.distillation import TEACHER_TENSORS, Teacher, student_forward
-from verl.models.float32 import FAULTS, float32_arithmetic
 from verl.models.fused_linear import FEWEST_COLUMNS, HeadOptions, slice_bytes
+from verl.models.packability import FAULTS, float32_arithmetic
 from verl.models.packing import (
     Pack,
     check_batch,
@@ -45,7 +44,6 @@ from verl.models.packing import (
     sequence_lengths,
     token_counts,
 )
-from verl.models.rope import position_limit
 from verl.models.ulysses import SequenceGroup
 from verl.models.value_model import ValueModel
 from verl.observe.metrics import Metric
@@ -74,34 +72,38 @@ class MicroBatchRunner:
     def __init__(
         self,
         model: Any,
-        ranks: Ranks,
+        ranks: EngineRanks,
         *,
-        packed: bool,
         train_size: MicroBatchSize,
         forward_size: MicroBatchSize,
         label: str,
+        packed: bool = True,
         max_tokens: int = budget.CAP_CPU,
+        optimizer: MasterAdamW | None = None,
+        moments_on_host: bool = False,
+        activation_offload: ActivationOffload | None = None,
+        graphs: BackboneGraphs | None = None,
         replay: CollectiveReplay | None = None,
         sequence: SequenceGroup | None = None,
+        longest: tuple[int, str] | None = None,
+        halts_on_oom: bool = False,
     ) -> None:
         """`max_tokens` bounds micro-batches whose size the config leaves open; `replay`: of a sharded model;
-        `sequence`: ranks that split sequences. Tokens are given per rank."""
+        `sequence`: ranks that split sequences; `longest`: the model's `position_limit`; `halts_on_oom`: other ranks
+        work on the same sequences, so that one out of memory cannot complete a pass for them. Tokens are given per
+        rank."""
         self.packed = packed
         self.sequence, parts = sequence, sequence.size if sequence else 1
         self.sizes: dict[PassKind, MicroBatchSize] = {
             "train": _over_ranks(train_size, parts),
             "forward": _over_ranks(forward_size, parts),
         }
-        self.optimizer: MasterAdamW | None = None
-        self.moments_on_host = False
-        self.replay = replay
-        self.activation_offload: ActivationOffload | None = None
-        self.graphs: BackboneGraphs | None = None
-        self.halts_on_oom = sequence is not None
-        """Whether other ranks work on the same sequences: a rank out of memory cannot complete the pass for them."""
+        self.optimizer, self.moments_on_host = optimizer, moments_on_host
+        self.replay, self.graphs, self.activation_offload = replay, graphs, activation_offload
+        self._halts_on_oom = halts_on_oom or sequence is not None
         self._model, self._ranks, self.device = model, ranks, ranks.device
         self._label, self._max_tokens, self._tokens_per_rank = label, max_tokens * parts, max_tokens
-        self.position_limit = (position_limit(model) or (None, ""))[0]
+        self._longest = None if longest is None else longest[0]
         self._hidden_size = int(model.config.get_text_config().hidden_size)
         self._oom_logged = False
         self._float32 = True
@@ -126,7 +128,7 @@ class MicroBatchRunner:
         if not self.packed or self.sequence is not None or _together(batch) == 1:
             return False
         lengths = sequence_lengths(batch.batch["attention_mask"])
-        return self.position_limit is None or max(lengths, default=0) <= self.position_limit
+        return self._longest is None or max(lengths, default=0) <= self._longest
 
     def token_counts(self, batch: DataProto) -> list[int]:
         """The tokens each row adds to a micro-batch."""
@@ -249,8 +251,7 @@ class MicroBatchRunner:
     ) -> dict[str, torch.Tensor]:
         if outputs_of is None:
             return self._model.verl_forward(packed, options)  # type: ignore[no-any-return]
-        check = partial(outputs_of, pack=packed)
-        return self._model.verl_forward(None, None, check=check)  # type: ignore[no-any-return]
+        return self._model.verl_run(partial(outputs_of, pack=packed))  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def float32_log_probs(self, batch: DataProto, temperature: float) -> torch.Tensor | None:
@@ -269,7 +270,7 @@ class MicroBatchRunner:
         def act(rows: list[int]) -> dict[str, torch.Tensor]:
             if not rows:
                 return self._model.verl_forward(self.dummy_batch(), options)  # type: ignore[no-any-return]
-            return self._model.verl_forward(None, None, check=widened)  # type: ignore[no-any-return]
+            return self._model.verl_run(widened)  # type: ignore[no-any-return]
 
         outputs, cause = None, "torch before 2.13 cannot reset a sharded pass that failed"
         if self.replay is None or self.replay.can_recover:
@@ -377,7 +378,7 @@ class MicroBatchRunner:
             return act(rows), None
         except errors as error:
             cause = str(error).strip().split("\n")[0]
-            halt = self.halts_on_oom and isinstance(error, torch.OutOfMemoryError)
+            halt = self._halts_on_oom and isinstance(error, torch.OutOfMemoryError)
         # Outside the `except`: there the error's traceback would keep the frames of the pass, and with them its
         # tensors, alive while the dummy batch runs.
         tokens = self._tokens([lengths[row] for row in rows])

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from verl.engines.adamw import LowMemoryAdamW, OnePassAdamW, TorchAdamW, local
+from verl.engines.adamw import AdamWOptions, LowMemoryAdamW, OnePassAdamW, TorchAdamW, local
 from verl.errors import ConfigError
 from verl.models.kernels import triton_fault
 
@@ -171,17 +171,16 @@ class MasterAdamW:
         self._scales_loss = scale_loss
         if scale_loss:
             self.loss_scale = FIRST_LOSS_SCALE
+        options = AdamWOptions(weight_decay, betas, eps)
         self.rule: TorchAdamW | OnePassAdamW | LowMemoryAdamW | ExternalOptimizer
         if external is not None:
             self.rule = ExternalOptimizer(external, self.params)
         elif moments != "float32" or stochastic_rounding:
-            self.rule = LowMemoryAdamW(
-                self.masters, weight_decay, betas=betas, eps=eps, int8=moments == "int8", seed=seed
-            )
+            self.rule = LowMemoryAdamW(self.masters, options, int8=moments == "int8", seed=seed)
         elif self._one_pass_fits():
-            self.rule = OnePassAdamW(self.params, self.masters, weight_decay, betas=betas, eps=eps)
+            self.rule = OnePassAdamW(self.params, self.masters, options)
         else:
-            self.rule = TorchAdamW(self.masters, weight_decay, betas=betas, eps=eps)
+            self.rule = TorchAdamW(self.masters, options)
 
     def _one_pass_fits(self) -> bool:
         """Every parameter half precision, not sharded, contiguous and on a GPU where our kernels work."""

@@ -5,23 +5,28 @@ Whatever a method needs is brought back to the device first, wherever it was off
 
 from __future__ import annotations
 
+import json
+import logging
 from abc import abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from verl.algorithms.aggregation import batch_counts
 from verl.config.parallelism import layout_of
 from verl.data.proto import DataProto
 from verl.engines.base import EngineInfo, LossFn, TrainEngine, TrainState
 from verl.engines.microbatch_runner import MicroBatchRunner
-from verl.engines.nonfinite import NonFiniteGuard
+from verl.engines.offload import ModelMemory
 from verl.engines.optim import MasterAdamW
 from verl.engines.settings import EngineSettings
-from verl.engines.sharding import Ranks
-from verl.errors import ConfigError, ModelError
+from verl.engines.sharding import EngineRanks
+from verl.engines.weights import save_config, save_folder
+from verl.errors import ConfigError, ModelError, TrainingHalted
 from verl.models.distillation import Teacher
 from verl.models.fused_linear import HeadOptions
 from verl.models.introspection import token_weights
@@ -32,10 +37,21 @@ from verl.observe.metrics import Metric, reduce_metrics
 class RunnerEngine(TrainEngine):
     """A model and its optimiser on one rank; without an optimiser a frozen model (the reference policy)."""
 
+    same_rows: Any = None
+    """The process group of ranks that work on the same rows; None where there are none."""
+
     def __init__(
-        self, info: EngineInfo, settings: EngineSettings, ranks: Ranks, runner: MicroBatchRunner
+        self,
+        hf: nn.Module,
+        settings: EngineSettings,
+        ranks: EngineRanks,
+        runner: MicroBatchRunner,
+        memory: ModelMemory,
     ) -> None:
-        self.info = info
+        """`hf`: the whole Hugging Face model; its parameters may be sharded or on the meta device."""
+        self.info = engine_info(hf, settings, ranks, runner.packed)
+        self.hf = hf
+        self._memory = memory
         self._settings = settings
         self._ranks = ranks
         self._runner = runner
@@ -46,8 +62,19 @@ class RunnerEngine(TrainEngine):
         self._offloaded: set[str] = set()
 
     @abstractmethod
+    def gathered(self) -> AbstractContextManager[nn.Module]:
+        """The Hugging Face module with all weights, for generating. Entering is collective."""
+
+    def watching(self) -> AbstractContextManager[None]:
+        """Turn a broken connection to a dead rank into a message that names it."""
+        return self._ranks.watching()
+
     def _move_model(self, to_host: bool) -> None:
         """Parameters and buffers to host memory, or back."""
+        if to_host:
+            self._memory.offload()
+        else:
+            self._memory.onload()
 
     # -- passes -------------------------------------------------------------------------------------------------
 
@@ -64,7 +91,7 @@ class RunnerEngine(TrainEngine):
             temperature=temperature, with_entropy=with_entropy, with_sum_pi_squared=with_sum_pi_squared
         )
         self._onload("model")
-        with self._ranks.watching():
+        with self.watching():
             return self._runner.forward(batch, options)
 
     def float32_log_probs(self, batch: DataProto, *, temperature: float = 1.0) -> torch.Tensor | None:
@@ -72,13 +99,13 @@ class RunnerEngine(TrainEngine):
             return self.log_probs(batch, temperature=temperature)["log_probs"]
         self._need(policy=True)
         self._onload("model")
-        with self._ranks.watching():
+        with self.watching():
             return self._runner.float32_log_probs(batch, temperature)
 
     def values(self, batch: DataProto) -> torch.Tensor:
         self._need(policy=False)
         self._onload("model")
-        with self._ranks.watching():
+        with self.watching():
             return self._runner.forward(batch, None)["values"]
 
     def forward_backward(
@@ -94,7 +121,7 @@ class RunnerEngine(TrainEngine):
         self._onload("model")
         batch = self._runner.checked(batch)
         options = HeadOptions(temperature=temperature, with_entropy=with_entropy)
-        with self._ranks.watching():
+        with self.watching():
             batch.meta_info = self._with_counts(batch)
             self._guard.remember(batch)
             metrics = self._runner.forward_backward(batch, loss_fn, options, teacher)
@@ -106,7 +133,7 @@ class RunnerEngine(TrainEngine):
         optimizer = self._trained()
         self._onload("model", "optimizer")
         step, scale = optimizer.step_count, optimizer.loss_scale
-        with self._ranks.watching():
+        with self.watching():
             result = optimizer.step(lr)
         self._guard.after_step(result["skipped"] > 0, step, expected=optimizer.loss_scale < scale)
         return result
@@ -140,9 +167,17 @@ class RunnerEngine(TrainEngine):
     def barrier(self) -> None:
         self._ranks.barrier()
 
+    def save_hf(self, folder: Path) -> None:
+        with self._all_ranks_saved():
+            tensors, write = self.weights().named_tensors(), self._ranks.rank == 0
+            save_folder(self.hf, tensors, Path(folder), self._settings.dtype, write=write)
+
+    def save_hf_config(self, folder: Path) -> None:
+        save_config(self.hf, Path(folder), self._settings.dtype)
+
     @contextmanager
     def _all_ranks_saved(self) -> Iterator[None]:
-        with self._ranks.watching():
+        with self.watching():
             try:
                 yield
             finally:
@@ -211,8 +246,8 @@ class RunnerEngine(TrainEngine):
             self._optimizer.close()
 
 
-def engine_info(model: Any, settings: EngineSettings, ranks: Ranks, packed: bool) -> EngineInfo:
-    """`model`: the whole Hugging Face model; its parameters may be sharded or on the meta device."""
+def engine_info(model: Any, settings: EngineSettings, ranks: EngineRanks, packed: bool) -> EngineInfo:
+    """What others may know of an engine with this Hugging Face model."""
     config = model.config.get_text_config()
     # A lookup is no matrix product; a tied matrix is multiplied with at the output.
     tied = bool(getattr(config, "tie_word_embeddings", False))
@@ -231,3 +266,70 @@ def engine_info(model: Any, settings: EngineSettings, ranks: Ranks, packed: bool
         packed=packed,
         lora_config=getattr(model, "verl_lora_config", None),
     )
+
+
+log = logging.getLogger(__name__)
+
+
+class NonFiniteGuard:
+    """After a step skipped for a non-finite gradient: saves its batches for inspection, and halts the run after `limit`
+    such steps in a row. Tensors are saved as safetensors and the rest as JSON: opening the files runs no code."""
+
+    def __init__(self, name: str, limit: int, folder: Path | None, rank: int = 0) -> None:
+        self.name, self.limit, self.folder, self.rank = name, limit, folder, rank
+        self.in_a_row = 0
+        self._batches: list[DataProto] = []
+
+    def remember(self, batch: DataProto) -> None:
+        """A batch whose gradient is in the step to come."""
+        self._batches.append(batch)
+
+    def after_step(self, skipped: bool, step: int, expected: bool = False) -> None:
+        """`expected`: the skip lowered the loss scale of float16, which is normal."""
+        batches, self._batches = self._batches, []
+        if not skipped:
+            self.in_a_row = 0
+            return
+        if expected:
+            return
+        self.in_a_row += 1
+        where = "the batch was not saved"
+        if self.folder and batches:
+            try:
+                saved = [str(self._save(batch, step, at)) for at, batch in enumerate(batches)]
+                where = f"the batch is saved as {', '.join(saved)}"
+            except Exception as error:  # a full disk must not stop the run
+                where = f"the batch could not be saved ({error})"
+        log.warning(
+            "%s: non-finite gradient in optimiser step %d, update skipped; %s",
+            self.name,
+            step,
+            where,
+        )
+        if self.in_a_row >= self.limit:
+            raise TrainingHalted(
+                f"{self.name}: {self.in_a_row} optimiser steps in a row had a non-finite gradient "
+                f"(trainer.health.max_skipped_steps={self.limit}); {where}. Check it for extreme advantages or "
+                "log-probs; a lower optim.lr or grad_clip often helps"
+            )
+
+    def _save(self, batch: DataProto, step: int, at: int) -> Path:
+        from safetensors.torch import save_file
+
+        assert self.folder is not None
+        self.folder.mkdir(parents=True, exist_ok=True)
+        stem = f"nonfinite_{self.name}_step{step}_rank{self.rank}_{self.in_a_row}_{at}"
+        file = self.folder / f"{stem}.safetensors"
+        save_file({name: value.contiguous().cpu() for name, value in batch.batch.items()}, file)
+        other = {
+            "meta_info": batch.meta_info,
+            "rows": {name: list(values) for name, values in batch.non_tensor_batch.items()},
+        }
+        (self.folder / f"{stem}.json").write_text(json.dumps(other, default=_plain))
+        return file
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) or hasattr(value, "tolist"):
+        return value.tolist()
+    return repr(value)

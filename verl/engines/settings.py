@@ -8,6 +8,10 @@ from typing import Any, Literal
 
 import torch
 
+from verl.config.capabilities import strategy_spec
+from verl.engines import budget
+from verl.engines.offload import ActivationOffload
+from verl.engines.optim import Schedule
 from verl.errors import ConfigError, ModelError
 from verl.models.loading import parameter_dtype
 
@@ -40,6 +44,9 @@ class EngineSettings:
     dtype: torch.dtype
     train_size: MicroBatchSize
     forward_size: MicroBatchSize
+    device: torch.device
+    schedule: Schedule | None
+    """Of the learning rate; None for a frozen model."""
     max_skipped_steps: int = 3
     bad_batch_dir: Path | None = None
     seed: int = 0
@@ -61,16 +68,18 @@ class EngineSettings:
         """How `model.path` is opened; an error without one."""
         if not self.model.path:
             raise ModelError("no model: set actor_rollout_ref.model.path to a Hugging Face folder or name")
-        return {
+        options = {
             "dtype": self.dtype,
             "trust_remote_code": bool(self.model.trust_remote_code),
             "override_config": dict(self.model.override_config),
         }
+        return {**options, "reward": self.kind == "reward"} if self.scalar else options
 
     def optimizer_options(self) -> dict[str, Any]:
-        """Of `MasterAdamW`, besides its parameters and schedule."""
+        """Of `MasterAdamW`, besides its parameters."""
         optim = self.role.optim
         return {
+            "schedule": self.schedule,
             "weight_decay": float(optim.weight_decay),
             "betas": (float(optim.betas[0]), float(optim.betas[1])),
             "eps": float(optim.eps),
@@ -79,6 +88,20 @@ class EngineSettings:
             "stochastic_rounding": bool(optim.stochastic_rounding),
             "seed": self.seed,
             "scale_loss": self.dtype == torch.float16,
+        }
+
+    def runner_options(self, layer_weights: float) -> dict[str, Any]:
+        """Of `MicroBatchRunner`, for a model with so many weights in each decoder layer."""
+        on_gpu = self.device.type == "cuda"
+        offloads = on_gpu and self.trained and self.model.enable_activation_offload
+        section = getattr(self.role, strategy_spec(self.role.strategy).section)
+        return {
+            "train_size": self.train_size,
+            "forward_size": self.forward_size,
+            "label": self.kind,
+            "max_tokens": budget.best_tokens(layer_weights) if on_gpu else budget.CAP_CPU,
+            "activation_offload": ActivationOffload(self.device) if offloads else None,
+            "moments_on_host": bool(section.optimizer_offload),
         }
 
 
@@ -107,13 +130,21 @@ def _micro_batch_sizes(kind: Kind, role: Any, log_prob: Any) -> tuple[MicroBatch
 
 
 def read_settings(
-    kind: Kind, model: Any, role: Any, *, device: torch.device, log_prob: Any = None, **options: Any
+    kind: Kind,
+    model: Any,
+    role: Any,
+    *,
+    device: str | torch.device,
+    log_prob_cfg: Any = None,
+    total_steps: int | None = None,
+    **options: Any,
 ) -> EngineSettings:
-    """From the model section and the role's section; `options` are further fields of `EngineSettings`."""
-    train, forward = _micro_batch_sizes(kind, role, role if kind == "ref" else log_prob)
-    settings = EngineSettings(
-        kind, model, role, parameter_dtype(model.dtype, device), train, forward, **options
-    )
+    """From the arguments of `verl.engines.build_engine`; `options` are further fields of `EngineSettings`."""
+    device = torch.device(device)
+    train, forward = _micro_batch_sizes(kind, role, role if kind == "ref" else log_prob_cfg)
+    schedule = None if kind == "ref" else Schedule.from_config(role.optim, total_steps)
+    dtype = parameter_dtype(model.dtype, device)
+    settings = EngineSettings(kind, model, role, dtype, train, forward, device, schedule, **options)
     if settings.lora and model.peft_type != "lora":
         raise ConfigError(f"model.peft_type={model.peft_type!r} is unknown; allowed: lora")
     return settings

@@ -6,7 +6,7 @@ import copy
 import json
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,12 +16,11 @@ import torch.distributed as dist
 from torch import nn
 
 from verl.data.proto import DataProto
-from verl.engines.sharding import Ranks, fsdp_modules, group_modules
+from verl.engines.sharding import fsdp_modules, group_modules
 from verl.errors import RolloutError
-from verl.models.config_files import original_config, write_config
 from verl.models.introspection import class_of
-from verl.models.safetensors_files import let_others_read
-from verl.models.value_model import ValueModel
+from verl.models.loading import let_others_read
+from verl.models.value_model import ValueModel, original_config, write_config
 from verl.models.vmm_buffer import SleepableMemory, reserve_tensors
 from verl.models.weight_source import (
     Adapter,
@@ -35,7 +34,7 @@ from verl.models.weight_source import (
 )
 
 if TYPE_CHECKING:
-    from verl.engines.base import TrainEngine
+    from verl.engines.runner_engine import RunnerEngine
 
 log = logging.getLogger(__name__)
 
@@ -43,25 +42,15 @@ log = logging.getLogger(__name__)
 class EngineWeights(WeightSource):
     """Of an engine in this process, whose ranks make the same calls."""
 
-    def __init__(
-        self,
-        engine: TrainEngine,
-        model: nn.Module,
-        ranks: Ranks,
-        gather: Callable[[], AbstractContextManager[nn.Module]],
-        same_rows: Any = None,
-    ) -> None:
-        """`model`: the Hugging Face module, whatever its weights are; `gather`: a context with the unsharded model, for
-        generating; `same_rows`: the process group of ranks that work on the same rows, None where there are none."""
-        self._engine, self._model, self._ranks, self._gather = engine, model, ranks, gather
-        self._same_rows = same_rows
+    def __init__(self, engine: RunnerEngine) -> None:
+        self._engine, self._same_rows = engine, engine.same_rows
         self.dtype, self.device = engine.info.dtype, engine.info.device
 
     def module(self) -> AbstractContextManager[nn.Module]:
-        return self._gather()
+        return self._engine.gathered()
 
     def structure(self) -> AbstractContextManager[nn.Module]:
-        return nullcontext(self._model)
+        return nullcontext(self._engine.hf)
 
     def log_probs(self, prompt_ids: Sequence[int], responses: Sequence[Sequence[int]]) -> SourceLogProbs:
         own = [[*prompt_ids, *response] for response in responses]
@@ -85,15 +74,15 @@ class FSDPWeights(EngineWeights):
     """Shards are gathered one weight at a time; `module` gathers all of them."""
 
     def named_tensors(self, names: Names = "hf") -> NamedTensors:
-        with self._ranks.watching():
-            yield from merged_tensors(self._model, self.dtype, names)
+        with self._engine.watching():
+            yield from merged_tensors(self._engine.hf, self.dtype, names)
 
     def base_tensors(self, names: Names = "hf") -> NamedTensors:
-        with self._ranks.watching():
-            yield from base_tensors(self._model, self.dtype, names)
+        with self._engine.watching():
+            yield from base_tensors(self._engine.hf, self.dtype, names)
 
     def adapter(self) -> Adapter | None:
-        return adapter_of(self._model, self.dtype)
+        return adapter_of(self._engine.hf, self.dtype)
 
 
 def copy_to_meta(model: nn.Module) -> nn.Module | None:
@@ -112,6 +101,20 @@ def copy_to_meta(model: nn.Module) -> nn.Module | None:
             str(error).split("\n")[0][:200],
         )
         return None
+
+
+def bind(
+    module: nn.Module, tensors: Iterable[tuple[nn.Parameter, torch.Tensor]], device: torch.device
+) -> None:
+    """Replace the module's parameters by these tensors, a tied one under each of its names; buffers to the device."""
+    params = {id(param): nn.Parameter(tensor, requires_grad=False) for param, tensor in tensors}
+    for owner in module.modules():
+        for name, param in owner._parameters.items():
+            if param is not None:
+                owner._parameters[name] = params[id(param)]
+        for name, buffer in owner._buffers.items():
+            if buffer is not None:
+                owner._buffers[name] = buffer.to(device)
 
 
 class GatheredModule(ABC):
@@ -166,17 +169,7 @@ class GatheredModule(ABC):
         """One block of memory for all parameters."""
         before = list(self.module.parameters())  # a tied one once
         memory, views = reserve_tensors(((p.shape, self._dtype_of(p)) for p in before), self._device)
-        params = {
-            id(param): nn.Parameter(view, requires_grad=False)
-            for param, view in zip(before, views, strict=True)
-        }
-        for owner in self.module.modules():
-            for name, param in owner._parameters.items():
-                if param is not None:
-                    owner._parameters[name] = params[id(param)]
-            for name, buffer in owner._buffers.items():
-                if buffer is not None:
-                    owner._buffers[name] = buffer.to(self._device)
+        bind(self.module, zip(before, views, strict=True), self._device)
         self._memory = memory
 
 

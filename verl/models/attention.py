@@ -17,7 +17,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -35,20 +35,38 @@ _FEWEST_QUERIES = 512
 Backend = Literal["auto", "sdpa", "varlen", "flex"]
 
 
-class AttentionContext(Protocol):
-    """What the keyword argument `verl_attn` must offer. q is [1,H,N,D], k and v [1,K,N,D]; returns [1,N,H,D]."""
+class AttentionCall(NamedTuple):
+    """One attention of a layer: q is [1,H,N,D], k and v [1,K,N,D]."""
 
-    def attend(
-        self,
-        module: nn.Module,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        scaling: float | None,
-        sliding_window: int | None,
-        softcap: float | None,
-    ) -> torch.Tensor: ...
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    scaling: float | None = None
+    """None: the root of the head size."""
+    window: int | None = None
+    softcap: float | None = None
+    layer: int = 0
+
+    def on(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> AttentionCall:
+        """The same attention of other tensors."""
+        return self._replace(q=q, k=k, v=v)
+
+    def within(self, longest: int) -> AttentionCall:
+        """Without a window that reaches over sequences of at most `longest` tokens."""
+        covered = self.window is not None and self.window >= longest
+        return self._replace(window=None) if covered else self
+
+    def backend(self, uniform: bool) -> Backend:
+        """The kernel for it; see `choose_backend`."""
+        sizes = (self.q.shape[-1], self.v.shape[-1])
+        return choose_backend(self.q.is_cuda, self.q.dtype, sizes, uniform, self.window, self.softcap)
+
+
+class AttentionContext(Protocol):
+    """What the keyword argument `verl_attn` must offer."""
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """[1, N, H, D]."""
 
 
 def _attention(
@@ -73,8 +91,8 @@ def _attention(
             "the attention implementation 'verl' needs a context; call the model through a verl engine, or "
             "model.set_attn_implementation('sdpa')"
         )
-    out = verl_attn.attend(module, q, k, v, scaling=scaling, sliding_window=sliding_window, softcap=softcap)
-    return out, None
+    layer = getattr(module, "layer_idx", None) or 0
+    return verl_attn.attend(AttentionCall(q, k, v, scaling, sliding_window, softcap, layer)), None
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
@@ -156,60 +174,31 @@ class PackedAttention:
         torch.cumsum(torch.tensor(lengths, dtype=torch.int32), 0, out=bounds[1:])
         return cls(bounds.to(device, non_blocking=True), tuple(lengths), backend)
 
-    def attend(
-        self,
-        module: nn.Module | None,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        scaling: float | None = None,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-    ) -> torch.Tensor:
-        if q.shape[0] != 1 or q.shape[2] != sum(self.lengths):
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        tokens = call.q.shape[2]
+        if call.q.shape[0] != 1 or tokens != sum(self.lengths):
             raise RuntimeError(
-                f"packed attention got {tuple(q.shape)} for sequences of lengths {list(self.lengths)}"
+                f"packed attention got {tuple(call.q.shape)} for sequences of lengths {list(self.lengths)}"
             )
-        if sliding_window is not None and sliding_window >= max(self.lengths):
-            sliding_window = None
+        call = call.within(max(self.lengths))
         backend = self.backend
         if backend == "auto":
-            sizes = (q.shape[-1], v.shape[-1])
-            backend = choose_backend(q.is_cuda, q.dtype, sizes, self._uniform(), sliding_window, softcap)
-            if backend == "flex" and q.shape[2] < _FEWEST_FLEX:
+            backend = call.backend(uniform=len(set(self.lengths)) == 1)
+            if backend == "flex" and tokens < _FEWEST_FLEX:
                 backend = "sdpa"
         if backend == "varlen":
-            return self._varlen(q, k, v, scaling, sliding_window)
+            return varlen_attention(call, self.cu_seqlens, max(self.lengths))
         if backend == "flex":
-            return self._flex(q, k, v, scaling, sliding_window, softcap)
-        lengths = [(length, length) for length in self.lengths]
-        return dense_runs(q, k, v, lengths, scaling, sliding_window, softcap)
+            return self._flex(call)
+        return dense_runs(call, [(length, length) for length in self.lengths])
 
-    def _uniform(self) -> bool:
-        return len(set(self.lengths)) == 1
-
-    def _varlen(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None, window: int | None
-    ) -> torch.Tensor:
-        # Not x[0], nor slices of everything: their backward passes fill and copy a tensor.
-        q, k, v = (x.squeeze(0).transpose(0, 1) for x in (q, k, v))
-        out = varlen_kernel()(q, k, v, self.cu_seqlens, max(self.lengths), scaling, window)
-        return out.unsqueeze(0)
-
-    def _flex(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        scaling: float | None,
-        window: int | None,
-        softcap: float | None,
-    ) -> torch.Tensor:
-        mask = self._flex_mask(window, q.device)
-        score_mod = softcap_mod(float(softcap), q.device) if softcap is not None else None
+    def _flex(self, call: AttentionCall) -> torch.Tensor:
+        q, k, v = call[:3]
+        mask = self._flex_mask(call.window, q.device)
+        score_mod = softcap_mod(float(call.softcap), q.device) if call.softcap is not None else None
+        grouped = q.shape[1] != k.shape[1]
         out = compiled_flex()(
-            q, k, v, score_mod=score_mod, block_mask=mask, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+            q, k, v, score_mod=score_mod, block_mask=mask, scale=call.scaling, enable_gqa=grouped
         )
         return out.transpose(1, 2)
 
@@ -233,24 +222,50 @@ class PackedAttention:
         return self._flex_masks[window]
 
 
-def dense_runs(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    lengths: Sequence[tuple[int, int]],
-    scaling: float | None,
-    window: int | None,
-    softcap: float | None,
-) -> torch.Tensor:
+class SharedPrefixAttention:
+    """Attention of a pack in which the common beginning of some rows, such as the prompt of a pair, is there once.
+
+    First come all beginnings (`prefixes`: their lengths), then what follows in each row: (queries, keys) of each, whose
+    keys are the beginning's and its own, `key_index` in the pack. Each kind is an ordinary causal attention in which
+    the last query sees the last key."""
+
+    def __init__(
+        self,
+        prefixes: Sequence[int],
+        rests: Sequence[tuple[int, int]],
+        key_index: torch.Tensor,
+        device: torch.device,
+    ) -> None:
+        self._prefix = PackedAttention.from_lengths(prefixes, device)
+        self._split = sum(prefixes)
+        self.rests, self._key_index = tuple(rests), key_index
+        self._bounds = [PackedAttention.from_lengths(side, device) for side in zip(*rests, strict=True)]
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        q, k, v = call[:3]
+        first = self._prefix.attend(call.on(*(x[:, :, : self._split] for x in (q, k, v))))
+        k, v = (x.index_select(2, self._key_index) for x in (k, v))
+        queries, keys = self._bounds
+        longest = max(keys.lengths)
+        call = call.on(q[:, :, self._split :], k, v).within(longest)
+        if call.backend(uniform=False) == "varlen":
+            ends = (keys.cu_seqlens, longest)
+            rest = varlen_attention(call, queries.cu_seqlens, max(queries.lengths), ends)
+        else:
+            rest = dense_runs(call, self.rests)
+        return torch.cat([first, rest], dim=1)
+
+
+def dense_runs(call: AttentionCall, lengths: Sequence[tuple[int, int]]) -> torch.Tensor:
     """Dense attention over each run of neighbours with the same numbers of queries and keys (`lengths`): a run is an
     ordinary batch, and no token is copied. (`pack` lays sequences out by length, so that runs are long.)"""
     runs = [(each, sum(1 for _ in same)) for each, same in groupby(lengths)]
-    split_q = q.split([queries * rows for (queries, _), rows in runs], dim=2)
-    split_k, split_v = (x.split([keys * rows for (_, keys), rows in runs], dim=2) for x in (k, v))
+    split_q = call.q.split([queries * rows for (queries, _), rows in runs], dim=2)
+    split_k, split_v = (x.split([keys * rows for (_, keys), rows in runs], dim=2) for x in (call.k, call.v))
     parts = []
     for (_, rows), *chunk in zip(runs, split_q, split_k, split_v, strict=True):
         q_r, k_r, v_r = (x[0].unflatten(1, (rows, -1)).transpose(0, 1) for x in chunk)  # [rows, H, L, D]
-        out = dense_attention(q_r, k_r, v_r, scaling, window, softcap)
+        out = dense_attention(call.on(q_r, k_r, v_r))
         parts.append(out.transpose(1, 2).flatten(0, 1))
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0)
 
@@ -271,7 +286,7 @@ def choose_backend(
     float32 and large heads, which they lack too, go by runs of one length."""
     if (
         not on_cuda or is_in_torch_dispatch_mode()
-    ):  # where FlexAttention cannot compile (`float32_arithmetic`)
+    ):  # there (`float32_arithmetic`) FlexAttention cannot compile
         return "sdpa"
     if softcap is not None:
         return "flex"
@@ -280,19 +295,13 @@ def choose_backend(
     return "sdpa" if uniform and window is None and sizes[0] == sizes[1] else "varlen"
 
 
-def dense_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scaling: float | None,
-    window: int | None,
-    softcap: float | None,
-) -> torch.Tensor:
+def dense_attention(call: AttentionCall) -> torch.Tensor:
     """Causal attention of [rows, H, L, D] with as little masking as the case allows. With more keys than queries, the
     last query sees the last key."""
+    q, k, v, scaling, window, softcap, _ = call
     length, before = q.shape[2], k.shape[2] - q.shape[2]
     if softcap is not None:
-        return _softcapped_attention(q, k, v, scaling, window, softcap)
+        return _softcapped_attention(call, softcap)
     windowed = window is not None and window < length
     grouped = q.shape[1] != k.shape[1]
     flash = q.dtype != torch.float32 and q.shape[-1] == v.shape[-1] <= _LARGEST_FLASH_HEAD and not windowed
@@ -312,17 +321,13 @@ def dense_attention(
     for start in range(0, length, step := max(window, _FEWEST_QUERIES)):
         # These queries with the keys their windows reach: the mask grows with the length, not with its square.
         stop, first = min(start + step, length), max(start - window + 1, 0)
-        behind = torch.arange(start, stop, device=q.device)[:, None] - torch.arange(
-            first, stop, device=q.device
-        )
+        position = torch.arange(first, stop, device=q.device)
+        behind = position[start - first :, None] - position
+        mask = (behind >= 0) & (behind < window)
+        q_part, k_part, v_part = q[:, :, start:stop], k[:, :, first:stop], v[:, :, first:stop]
         parts.append(
             F.scaled_dot_product_attention(
-                q[:, :, start:stop],
-                k[:, :, first:stop],
-                v[:, :, first:stop],
-                attn_mask=(behind >= 0) & (behind < window),
-                scale=scaling,
-                enable_gqa=grouped,
+                q_part, k_part, v_part, attn_mask=mask, scale=scaling, enable_gqa=grouped
             )
         )
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
@@ -335,14 +340,8 @@ def _band(length: int, window: int | None, device: torch.device, before: int = 0
     return (behind >= 0) if window is None else (behind >= 0) & (behind < window)
 
 
-def _softcapped_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scaling: float | None,
-    window: int | None,
-    softcap: float,
-) -> torch.Tensor:
+def _softcapped_attention(call: AttentionCall, softcap: float) -> torch.Tensor:
+    q, k, v, scaling, window, *_ = call
     groups = q.shape[1] // k.shape[1]
     if groups > 1:
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
@@ -353,51 +352,45 @@ def _softcapped_attention(
     return torch.softmax(scores, dim=-1, dtype=wide).to(v.dtype) @ v
 
 
-@lru_cache(maxsize=1)
-def varlen_kernel() -> Callable[..., torch.Tensor]:
-    """torch's varlen attention, whose signature has grown between releases, behind one call of ours: causal, each
-    sequence's last query seeing its last key (`keys` gives the bounds of the keys where they differ)."""
-    from torch.nn.attention.varlen import varlen_attn
+def varlen_attention(
+    call: AttentionCall, cu_seqlens: torch.Tensor, longest: int, keys: tuple[torch.Tensor, int] | None = None
+) -> torch.Tensor:
+    """Causal attention of sequences end to end by torch's varlen kernel, whose signature has grown between releases.
+    The last query of each sees its last key; `keys` gives the bounds of the keys where they differ."""
+    from torch.nn.attention import varlen
 
-    known = inspect.signature(varlen_attn).parameters
+    known = _parameters(varlen.varlen_attn)
+    # Not x[0], nor slices of everything: their backward passes fill and copy a tensor.
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in call[:3])
+    scaling, window = call.scaling, call.window
+    options: dict[str, Any] = {}
+    if window is None and "is_causal" in known:
+        options["is_causal"] = True
+    elif "window_size" in known:
+        options["window_size"] = (-1 if window is None else window - 1, 0)
+    else:
+        raise RuntimeError("this torch has no sliding window in its varlen attention; use the flex backend")
+    size, value_size = q.shape[-1], v.shape[-1]
+    # The flash kernels know one size for queries, keys and values, and only multiples of 8. Zeros change no score.
+    wide = -(-max(size, value_size) // 8) * 8
+    if wide != size and scaling is None:
+        scaling = size**-0.5
+    q, k, v = (x if x.shape[-1] == wide else F.pad(x, (0, wide - x.shape[-1])) for x in (q, k, v))
+    if scaling is not None and "scale" in known:
+        options["scale"] = scaling
+    elif scaling is not None:
+        q = q * (scaling * q.shape[-1] ** 0.5)
+    if q.shape[1] != k.shape[1] and "enable_gqa" in known:
+        options["enable_gqa"] = True  # earlier releases group heads without being told
+    cu_keys, longest_keys = keys or (cu_seqlens, longest)
+    out = varlen.varlen_attn(q, k, v, cu_seqlens, cu_keys, longest, longest_keys, **options)
+    out = cast(torch.Tensor, out)
+    return (out if value_size == wide else out[..., :value_size]).unsqueeze(0)
 
-    def kernel(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cu_seqlens: torch.Tensor,
-        longest: int,
-        scaling: float | None,
-        window: int | None,
-        keys: tuple[torch.Tensor, int] | None = None,
-    ) -> torch.Tensor:
-        options: dict[str, Any] = {}
-        if window is None and "is_causal" in known:
-            options["is_causal"] = True
-        elif "window_size" in known:
-            options["window_size"] = (-1 if window is None else window - 1, 0)
-        else:
-            raise RuntimeError(
-                "this torch has no sliding window in its varlen attention; use the flex backend"
-            )
-        size, value_size = q.shape[-1], v.shape[-1]
-        # The flash kernels know one size for queries, keys and values, and only multiples of 8. Zeros change no score.
-        wide = -(-max(size, value_size) // 8) * 8
-        if wide != size and scaling is None:
-            scaling = size**-0.5
-        q, k, v = (x if x.shape[-1] == wide else F.pad(x, (0, wide - x.shape[-1])) for x in (q, k, v))
-        if scaling is not None and "scale" in known:
-            options["scale"] = scaling
-        elif scaling is not None:
-            q = q * (scaling * q.shape[-1] ** 0.5)
-        if q.shape[1] != k.shape[1] and "enable_gqa" in known:
-            options["enable_gqa"] = True  # earlier releases group heads without being told
-        cu_keys, longest_keys = keys or (cu_seqlens, longest)
-        out = varlen_attn(q, k, v, cu_seqlens, cu_keys, longest, longest_keys, **options)
-        out = cast(torch.Tensor, out)
-        return out if value_size == wide else out[..., :value_size]
 
-    return kernel
+@lru_cache(maxsize=2)
+def _parameters(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
 
 
 @lru_cache(maxsize=1)

@@ -20,8 +20,8 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from verl.config.machine import cpu_has_bf16
 from verl.errors import ConfigError
-from verl.models.given_adapter import adapted_layers, adapter_keys
 from verl.models.loading import cast_parameters
+from verl.models.lora import adapted_layers, adapter_keys
 from verl.models.meta_init import parameters_on_meta
 
 log = logging.getLogger(__name__)

@@ -43,10 +43,8 @@ _ROTARY = "apply_rotary_pos_emb"
 
 def _rotates(module: Any) -> bool:
     """Whether its forward calls transformers' function for rotary positions by name."""
-    code = getattr(type(module).forward, "__code__", None)
-    return (
-        code is not None and _ROTARY in code.co_names and isinstance(getattr(module, "head_dim", None), int)
-    )
+    names = getattr(getattr(type(module).forward, "__code__", None), "co_names", ())
+    return _ROTARY in names and isinstance(getattr(module, "head_dim", None), int)
 
 
 @lru_cache(maxsize=64)
@@ -99,20 +97,14 @@ def _known(module: Any) -> Forward | None:
     if type(module).__name__.endswith("RMSNorm") and parameters == {"weight"} and not children:
         return _rms_forward if isinstance(getattr(module, "variance_epsilon", None), float) else None
     if {"gate_proj", "up_proj", "down_proj"} <= children <= {"gate_proj", "up_proj", "down_proj", "act_fn"}:
-        return (
-            _mlp_forward
-            if type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
-            else None
-        )
+        activation = type(getattr(module, "act_fn", None)).__name__
+        return _mlp_forward if activation in ("SiLU", "SiLUActivation") else None
     return None
 
 
 def _width(module: Any) -> int:
-    return (
-        int(module.weight.shape[0])
-        if hasattr(module, "variance_epsilon")
-        else int(module.gate_proj.in_features)
-    )
+    norm = hasattr(module, "variance_epsilon")
+    return int(module.weight.shape[0] if norm else module.gate_proj.in_features)
 
 
 @torch.no_grad()

@@ -136,18 +136,8 @@ class _Statistics:
         if _use_triton(options, x):
             from verl.models.kernels.head import fold_statistics
 
-            fold_statistics(
-                x,
-                target,
-                first,
-                options.factor,
-                options.softcap,
-                self.top,
-                self.total,
-                self.weighted,
-                self.squares,
-                self.chosen,
-            )
+            sums = (self.top, self.total, self.weighted, self.squares, self.chosen)
+            fold_statistics(x, target, first, options.factor, options.softcap, *sums)
             return
         x = _bend(x, options)
         index = target - first
@@ -193,33 +183,24 @@ def _bend(x: torch.Tensor, options: HeadOptions) -> torch.Tensor:
     return x if options.factor == 1.0 else x.mul_(options.factor)
 
 
+RowGradients = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]
+"""Of every row: log-sum-exp and mean logit, then the gradients of its log-prob and of its entropy."""
+
+
 def _logit_gradient(
     x: torch.Tensor,
     target: torch.Tensor,
     first: int,
     options: HeadOptions,
-    lse: torch.Tensor,
-    mean_logit: torch.Tensor | None,
-    grad_log_prob: torch.Tensor,
-    grad_entropy: torch.Tensor | None,
+    rows: RowGradients,
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """d loss / d (raw logits of the slice), in `dtype`; overwrites x."""
     if _use_triton(options, x):
         from verl.models.kernels.head import logit_gradient
 
-        return logit_gradient(
-            x,
-            target,
-            first,
-            options.factor,
-            options.softcap,
-            lse,
-            mean_logit,
-            grad_log_prob,
-            grad_entropy,
-            dtype,
-        )
+        return logit_gradient(x, target, first, options.factor, options.softcap, *rows, dtype)
+    lse, mean_logit, grad_log_prob, grad_entropy = rows
     x = _bend(x, options)
     slope = None
     if options.softcap is not None:
@@ -273,33 +254,19 @@ class _FusedHead(torch.autograd.Function):
         return rows.chosen - lse, None if mean_logit is None else lse - mean_logit, squares
 
     @staticmethod
-    def backward(  # type: ignore[override]
-        ctx: Any,
-        grad_log_prob: torch.Tensor | None,
-        grad_entropy: torch.Tensor | None,
-        _: torch.Tensor | None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None, None, None]:
+    def backward(ctx: Any, grad_log_prob: Any, grad_entropy: Any, _: Any) -> Any:  # type: ignore[override]
         hidden, weight, bias, target, lse, mean_logit = ctx.saved_tensors
         want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
         grad_log_prob = torch.zeros_like(lse) if grad_log_prob is None else grad_log_prob.contiguous()
         grad_entropy = None if grad_entropy is None else grad_entropy.contiguous()
+        rows = (lse, mean_logit, grad_log_prob, grad_entropy)
         grad_hidden = torch.zeros_like(hidden, dtype=lse.dtype) if want_hidden else None
         grad_weight = torch.empty_like(weight) if want_weight else None
         grad_bias = torch.empty_like(bias) if want_bias else None
         for first in range(0, weight.shape[0], ctx.columns):
             block = slice(first, first + ctx.columns)
             x = _product(hidden, weight[block].t(), None if bias is None else bias[block])
-            grad_x = _logit_gradient(
-                x,
-                target,
-                ctx.first + first,
-                ctx.options,
-                lse,
-                mean_logit,
-                grad_log_prob,
-                grad_entropy,
-                hidden.dtype,
-            )
+            grad_x = _logit_gradient(x, target, ctx.first + first, ctx.options, rows, hidden.dtype)
             del x
             if grad_hidden is not None:
                 _add_product(grad_hidden, grad_x, weight[block])
@@ -308,14 +275,8 @@ class _FusedHead(torch.autograd.Function):
             if grad_bias is not None:
                 grad_bias[block] = grad_x.sum(dim=0, dtype=lse.dtype)
             del grad_x
-        return (
-            None if grad_hidden is None else grad_hidden.to(hidden.dtype),
-            grad_weight,
-            grad_bias,
-            None,
-            None,
-            None,
-        )
+        grad_hidden = None if grad_hidden is None else grad_hidden.to(hidden.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None, None
 
 
 def fused_head(

@@ -1,11 +1,13 @@
 """LoRA adapters through peft, injected into the model so that it stays the Hugging Face class it was.
 
 Only adapters (and the head of a critic or reward model) are trained: with the adapters off the model is its own
-reference policy.
+reference policy. Adapters that a user's model came with (peft's `get_peft_model`, transformers' `add_adapter`) are
+trained in place; what cannot be trained and saved like ours is refused by name.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,9 +20,93 @@ from torch import nn
 
 from verl.errors import ConfigError, ModelError, missing_package
 from verl.json_input import read_json
-from verl.models.given_adapter import ADAPTER, UNSUPPORTED, given_lora
-from verl.models.safetensors_files import let_others_read
+from verl.models.loading import let_others_read
 from verl.models.value_model import ValueModel
+
+ADAPTER = "default"
+UNSUPPORTED = (
+    "use_dora",
+    "rank_pattern",
+    "alpha_pattern",
+    "modules_to_save",
+    "layer_replication",
+    "lora_bias",
+)
+"""Entries of a `LoraConfig` whose adapters are more than one pair of matrices of one rank and scale for each layer."""
+_NOT_TRAINED = (*UNSUPPORTED, "target_parameters", "trainable_token_indices", "alora_invocation_tokens")
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
+_INSTEAD = (
+    "give get_peft_model(model, LoraConfig(r=..., target_modules=[...])), or the model without adapters"
+)
+
+
+def given_lora(model: Any) -> Any:
+    """The `LoraConfig` of the adapters the model has; None without. ConfigError for adapters of another kind."""
+    configs = getattr(model, "peft_config", None)
+    if not configs:
+        return None
+    kinds = sorted({str(getattr(c.peft_type, "value", c.peft_type)) for c in configs.values()})
+    if kinds != ["LORA"]:
+        raise ConfigError(
+            f"the model has an adapter of peft's kind {', '.join(kinds)}; only LORA is trained: {_INSTEAD}"
+        )
+    if list(configs) != [ADAPTER]:
+        raise ConfigError(
+            f"the model has the adapters {', '.join(configs)}; it may have one, named '{ADAPTER}': merge the others "
+            "(merge_and_unload)"
+        )
+    config = configs[ADAPTER]
+    special = [name for name in _NOT_TRAINED if getattr(config, name, None)]
+    special += ["bias"] if config.bias != "none" else []
+    special += ["init_lora_weights"] if str(config.init_lora_weights).startswith(_CHANGES_BASE) else []
+    if special:
+        value = getattr(config, special[0])
+        raise ConfigError(
+            f"the model's LoraConfig has {special[0]}={value!r}, which is not trained here; leave it out, or merge the "
+            "adapter (merge_and_unload)"
+        )
+    for name, layer in adapted_layers(model):
+        if type(layer).__name__ != "Linear" or not layer.base_layer.weight.is_floating_point():
+            raise ConfigError(
+                f"the adapter of {name!r} is on a {type(layer.base_layer).__name__}; only those of linear layers whose "
+                "weights are not quantized are trained: load the model without quantization, and leave the module out "
+                "of target_modules"
+            )
+        if layer.merged:
+            raise ConfigError("the model's adapter is merged into its weights; call unmerge_adapter() first")
+    return config
+
+
+def adapted_layers(model: nn.Module) -> list[tuple[str, Any]]:
+    """The layers of peft that have the adapter, whatever they are around."""
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if hasattr(module, "base_layer") and ADAPTER in getattr(module, "scaling", ())
+    ]
+
+
+def adapter_keys(model: Any) -> dict[str, Any]:
+    """The keys below `actor_rollout_ref.model` that say what adapters the model came with; empty without."""
+    config = given_lora(model)
+    if config is None:
+        return {}
+    names = sorted({name.rpartition(".")[2] for name, _ in adapted_layers(model)})
+    alpha = {"lora_alpha": config.lora_alpha} if isinstance(config.lora_alpha, int) else {}
+    return {"lora_rank": config.r, "target_modules": names, **alpha}
+
+
+def without_adapters(model: Any) -> Any:
+    """A copy of the model whose weights have the adapters' products added."""
+    copied = copy.deepcopy(model)
+    for name, layer in adapted_layers(copied):
+        layer.merge()
+        owner, _, last = name.rpartition(".")
+        setattr(copied.get_submodule(owner), last, layer.base_layer)
+    if getattr(copied, "peft_config", None):
+        del copied.peft_config
+    return copied
+
 
 log = logging.getLogger(__name__)
 
@@ -87,9 +173,8 @@ def _name_others(model: nn.Module, adapted: Sequence[str]) -> None:
 
 def _is_linear(module: nn.Module) -> bool:
     """Llama-4's router, for example, is derived from a linear layer and computes something else."""
-    return (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward) or is_transposed(
-        module
-    )
+    plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    return plain or is_transposed(module)
 
 
 def is_transposed(module: nn.Module) -> bool:
@@ -116,7 +201,7 @@ def add_lora(
             f"the model has LoRA adapters of rank {config.r}, but model.lora_rank={rank}; leave the key out"
         )
     model.requires_grad_(False)
-    for _, module in _adapted(model):
+    for _, module in adapted_layers(model):
         for part in (module.lora_A, module.lora_B):
             part[ADAPTER].requires_grad_(True)
         module.forward = MethodType(_forward, module)
@@ -203,16 +288,10 @@ def has_lora(model: Any) -> bool:
     return getattr(model, "verl_lora_config", None) is not None
 
 
-def _adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    for name, module in model.named_modules():
-        if hasattr(module, "lora_A") and ADAPTER in module.lora_A:
-            yield name, module
-
-
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """The model as it was loaded, while the context lasts."""
-    modules = [module for _, module in _adapted(model)]
+    modules = [module for _, module in adapted_layers(model)]
     for module in modules:
         module._disable_adapters = True
     try:
@@ -229,8 +308,10 @@ def plain_name(name: str) -> str | None:
     return name.replace(_BASE, ".")
 
 
-def _full_tensor(x: torch.Tensor) -> torch.Tensor:
-    return x.full_tensor() if hasattr(x, "full_tensor") else x
+def full_tensor(value: torch.Tensor) -> torch.Tensor:
+    """A weight gathered from its shards (a collective)."""
+    tensor = value.detach()
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def merge_lora(
@@ -244,18 +325,23 @@ def merge_lora(
 
 def merged_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Every weight, unsharded, under the name it had before adapters, with the adapter's product added."""
-    deltas = {f"{name}.base_layer.weight": module for name, module in _adapted(model)}
+    deltas = {f"{name}.base_layer.weight": module for name, module in adapted_layers(model)}
     for name, value in model.state_dict(keep_vars=True).items():
         plain = plain_name(name)
         if plain is None:
             continue
-        weight = _full_tensor(value.detach())
+        weight = full_tensor(value)
         if name in deltas:
             module = deltas[name]
-            a, b = (_full_tensor(part[ADAPTER].weight.detach()) for part in (module.lora_A, module.lora_B))
+            a, b = (full_tensor(part[ADAPTER].weight) for part in (module.lora_A, module.lora_B))
             transpose = is_transposed(module.base_layer)
             weight = merge_lora(weight, a, b, module.scaling[ADAPTER], transpose=transpose)
         yield plain, weight
+
+
+def name_in_file(name: str) -> str:
+    """Of an adapter's weight in the files that peft and vLLM open."""
+    return f"{_PREFIX}{name.replace(f'.{ADAPTER}.', '.')}"
 
 
 def save_adapter(model: Any, folder: Path, write: bool = True) -> None:
@@ -268,8 +354,7 @@ def save_adapter(model: Any, folder: Path, write: bool = True) -> None:
     for name, value in model.state_dict(keep_vars=True).items():
         trained_head = isinstance(model, ValueModel) and name.startswith(f"{model.head_name}.")
         if plain_name(name) is None or trained_head:
-            key = name.replace(f".{ADAPTER}.", ".")
-            weights[f"{_PREFIX}{key}"] = _full_tensor(value.detach()).cpu().contiguous()
+            weights[name_in_file(name)] = full_tensor(value).cpu().contiguous()
     if write:
         folder.mkdir(parents=True, exist_ok=True)
         save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})

@@ -18,10 +18,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from verl.errors import ModelError
-from verl.models.config_files import disable_dropout
-from verl.models.loading import load_config, with_saved_head
-from verl.models.safetensors_files import CannotStream, SafetensorsFiles, model_file
-from verl.models.value_model import ValueModel
+from verl.models.loading import CannotStream, SafetensorsFiles, load_config, model_file, with_saved_head
+from verl.models.value_model import ValueModel, disable_dropout
 from verl.runtime import quiet_transformers
 
 
@@ -29,83 +27,25 @@ class WeightsDiffer(CannotStream):
     """The files do not have the tensors of the architecture."""
 
 
-Shapes = Mapping[str, tuple[int, ...]]
-
-
 @dataclass(frozen=True)
-class SingleTensor:
-    name: str
+class Location:
+    """Where a parameter is: in memory (a new value head, or all of a model that was loaded completely), in a tensor of
+    the files, or in many: row i (an expert) is the tensors `experts[i]`, concatenated along their first dimension."""
 
-    def shape(self, shapes: Shapes) -> tuple[int, ...]:
-        return shapes[self.name]
+    tensor: torch.Tensor | None = None
+    name: str = ""
+    experts: tuple[tuple[str, ...], ...] = ()
 
-    def read(
-        self,
-        files: SafetensorsFiles,
-        start: int,
-        stop: int,
-        into: torch.Tensor,
-        through: torch.dtype,
-        columns: slice | None = None,
-    ) -> None:
-        files.read_rows(self.name, start, stop, into, through, columns)
-
-
-@dataclass(frozen=True)
-class InMemory:
-    """A parameter that is not read from the files: a new value head, or one of a model that was loaded completely."""
-
-    tensor: torch.Tensor
-
-    def shape(self, shapes: Shapes) -> tuple[int, ...]:
-        return tuple(self.tensor.shape)
-
-    def read(
-        self,
-        files: SafetensorsFiles,
-        start: int,
-        stop: int,
-        into: torch.Tensor,
-        through: torch.dtype,
-        columns: slice | None = None,
-    ) -> None:
-        rows = self.tensor.detach()[start:stop]
-        into.copy_((rows if columns is None else rows[:, columns]).to(through))
-
-
-@dataclass(frozen=True)
-class JoinedExperts:
-    """Row i (an expert) is the tensors `rows[i]` of the files, concatenated along their first dimension."""
-
-    rows: tuple[tuple[str, ...], ...]
-
-    def shape(self, shapes: Shapes) -> tuple[int, ...]:
-        first = [shapes[name] for name in self.rows[0]]
-        uniform = all([shapes[name] for name in row] == first for row in self.rows)
+    def shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+        if self.tensor is not None:
+            return tuple(self.tensor.shape)
+        if not self.experts:
+            return shapes[self.name]
+        first = [shapes[name] for name in self.experts[0]]
+        uniform = all([shapes[name] for name in row] == first for row in self.experts)
         if not uniform or any(shape[1:] != first[0][1:] for shape in first):
-            raise CannotStream(f"the experts around {self.rows[0][0]} differ in shape")
-        return (len(self.rows), sum(shape[0] for shape in first), *first[0][1:])
-
-    def read(
-        self,
-        files: SafetensorsFiles,
-        start: int,
-        stop: int,
-        into: torch.Tensor,
-        through: torch.dtype,
-        columns: slice | None = None,
-    ) -> None:
-        if columns is not None:
-            raise ValueError("the experts of a mixture are read whole")
-        for row, target in zip(self.rows[start:stop], into, strict=True):
-            at = 0
-            for name in row:
-                length = files.shapes[name][0]
-                files.read_rows(name, 0, length, target[at : at + length], through)
-                at += length
-
-
-Location = SingleTensor | JoinedExperts | InMemory
+            raise CannotStream(f"the experts around {self.experts[0][0]} differ in shape")
+        return (len(self.experts), sum(shape[0] for shape in first), *first[0][1:])
 
 
 def locate_parameters(
@@ -119,11 +59,11 @@ def locate_parameters(
     found: dict[str, Location] = {}
     for name, param in model.named_parameters():
         if not param.is_meta:
-            found[name] = InMemory(param)
+            found[name] = Location(param)
             continue
         location = None
         for key in (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}"):
-            location = location or (SingleTensor(stored[key]) if key in stored else joined.get(key))
+            location = location or (Location(name=stored[key]) if key in stored else joined.get(key))
         if location is None:
             raise WeightsDiffer(f"its files lack {name}")
         if location.shape(shapes) != tuple(param.shape):
@@ -143,8 +83,8 @@ def _stored_names(files: SafetensorsFiles, conversions: Sequence[Any]) -> dict[s
     return names
 
 
-def _joined(stored: Mapping[str, str], conversions: Sequence[Any]) -> dict[str, JoinedExperts]:
-    found: dict[str, JoinedExperts] = {}
+def _joined(stored: Mapping[str, str], conversions: Sequence[Any]) -> dict[str, Location]:
+    found: dict[str, Location] = {}
     for change in conversions:
         if not getattr(change, "operations", None):
             continue
@@ -162,7 +102,7 @@ def _joined(stored: Mapping[str, str], conversions: Sequence[Any]) -> dict[str, 
             columns = [by_pattern[pattern] for pattern in change.source_patterns]
             if len({len(column) for column in columns}) != 1:
                 raise WeightsDiffer(f"its files lack some of {target}")
-            found[target] = JoinedExperts(tuple(zip(*columns, strict=True)))
+            found[target] = Location(experts=tuple(zip(*columns, strict=True)))
     return found
 
 
@@ -193,14 +133,28 @@ class ParameterIndex:
     @classmethod
     def of(cls, model: nn.Module, dtype: torch.dtype) -> ParameterIndex:
         """Of a model that is in memory."""
-        locations = {name: InMemory(param) for name, param in model.named_parameters()}
+        locations = {name: Location(param) for name, param in model.named_parameters()}
         return cls(SafetensorsFiles({}), locations, dtype)
 
     def read_rows(
         self, name: str, start: int, stop: int, into: torch.Tensor, columns: slice | None = None
     ) -> None:
         """Rows of the parameter `name` (as it is called without adapters), or columns of them, into `into`."""
-        self.locations[name].read(self.files, start, stop, into, self.dtype, columns)
+        place = self.locations[name]
+        if place.tensor is not None:
+            rows = place.tensor.detach()[start:stop]
+            into.copy_((rows if columns is None else rows[:, columns]).to(self.dtype))
+        elif not place.experts:
+            self.files.read_rows(place.name, start, stop, into, self.dtype, columns)
+        elif columns is not None:
+            raise ValueError("the experts of a mixture are read whole")
+        else:
+            for row, target in zip(place.experts[start:stop], into, strict=True):
+                at = 0
+                for part in row:
+                    length = self.files.shapes[part][0]
+                    self.files.read_rows(part, 0, length, target[at : at + length], self.dtype)
+                    at += length
 
 
 @contextmanager
@@ -278,41 +232,42 @@ def _check(model: Any, files: SafetensorsFiles, dtype: torch.dtype) -> None:
         raise CannotStream("some of its weights have another precision")
 
 
-def open_causal_lm(
-    path: str,
-    *,
-    dtype: torch.dtype,
-    trust_remote_code: bool = False,
-    override_config: Mapping[str, Any] | None = None,
-) -> tuple[nn.Module, ParameterIndex]:
+def open_causal_lm(path: str, *, dtype: torch.dtype, **options: Any) -> tuple[nn.Module, ParameterIndex]:
     """Like `load_causal_lm`, with the weights still in the files."""
     from transformers import AutoModelForCausalLM
 
-    config = load_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
-    files = SafetensorsFiles.of(path)
-    model = _empty_model(AutoModelForCausalLM, path, config, dtype, trust_remote_code)
-    _check(model, files, dtype)
-    locations = locate_parameters(model, model.base_model_prefix, files, _conversions(model))
-    disable_dropout(model)
-    return model, ParameterIndex(files, locations, dtype)
+    model, files = _opened(AutoModelForCausalLM, path, dtype, **options)
+    return model, _index(model, model.base_model_prefix, files, _conversions(model), dtype)
 
 
 def open_value_model(
-    path: str,
-    *,
-    dtype: torch.dtype,
-    trust_remote_code: bool = False,
-    override_config: Mapping[str, Any] | None = None,
-    reward: bool = False,
+    path: str, *, dtype: torch.dtype, reward: bool = False, **options: Any
 ) -> tuple[ValueModel, ParameterIndex]:
     """Like `load_value_model`, with the backbone's weights still in the files; the head is loaded."""
     from transformers import AutoModel
 
+    backbone, files = _opened(AutoModel, path, dtype, **options)
+    model = with_saved_head(ValueModel(backbone, reward=reward), path, dtype)
+    return model, _index(model, model.prefix, files, _conversions(backbone), dtype)
+
+
+def _opened(
+    auto_class: Any,
+    path: str,
+    dtype: torch.dtype,
+    trust_remote_code: bool = False,
+    override_config: Mapping[str, Any] | None = None,
+) -> tuple[Any, SafetensorsFiles]:
     config = load_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
     files = SafetensorsFiles.of(path)
-    backbone = _empty_model(AutoModel, path, config, dtype, trust_remote_code)
-    _check(backbone, files, dtype)
-    model = with_saved_head(ValueModel(backbone, reward=reward), path, dtype)
-    locations = locate_parameters(model, model.prefix, files, _conversions(backbone))
+    model = _empty_model(auto_class, path, config, dtype, trust_remote_code)
+    _check(model, files, dtype)
+    return model, files
+
+
+def _index(
+    model: Any, prefix: str, files: SafetensorsFiles, conversions: Sequence[Any], dtype: torch.dtype
+) -> ParameterIndex:
+    locations = locate_parameters(model, prefix, files, conversions)
     disable_dropout(model)
-    return model, ParameterIndex(files, locations, dtype)
+    return ParameterIndex(files, locations, dtype)

@@ -1,8 +1,10 @@
 """Find out, by running it on a few tokens, how a model may be trained: packed, padded or not at all.
 
 Invariant: a model is trained only in a way that gives, for a few tokens, what its own forward gives for each sequence
-alone. The comparison is computed in float32 whatever the model's precision (`verl.models.float32`), since in half
-precision the rounding of a deep model can exceed any fixed bound. Where the model's kernels refuse float32, the bound
+alone. The comparison is computed in float32 whatever the model's precision, since in half precision the
+rounding of a deep model can exceed any fixed bound. Inside `float32_arithmetic` every operation widens the
+half-precision tensors it reads: at any time at most one weight exists twice, and the module is not touched, so that
+LoRA, tied, mixture-of-experts and FSDP2-sharded models work too. Where the model's kernels refuse float32, the bound
 is the model's own rounding noise: what the same sequences differ by in batches of another size.
 
 A few tokens cannot show everything: a window of 4096 tokens, or chunks of 8192, look like plain causal attention. So
@@ -13,24 +15,172 @@ evaluated at any distance (`attention_fault`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
+from verl.errors import VerlError
 from verl.models.attention import AttentionObserver, observe_attention
-from verl.models.float32 import (
-    FAULTS,
-    exact_if_possible,
-    first_line,
-    float32_arithmetic,
-    is_half,
-    majority_fault,
-)
 from verl.models.introspection import backbone_of
-from verl.models.packing import FORWARD_METHOD, hidden_of_targets, pack, packed_forward, pad
+from verl.models.packing import hidden_of_targets, pack, packed_forward, pad
+
+_HALF = (torch.bfloat16, torch.float16)
+
+FAULTS = (
+    TypeError,
+    ValueError,
+    RuntimeError,
+    AttributeError,
+    KeyError,
+    IndexError,
+    AssertionError,
+    VerlError,
+)
+"""What models raise that do not take our inputs, and kernels that do not take float32."""
+
+
+def first_line(error: BaseException) -> str:
+    """An error in one line."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"
+
+
+T = TypeVar("T")
+SEEDS = (11, 12, 13, 14, 15)
+
+
+def majority_fault(compare: Callable[[int], str | None]) -> str | None:
+    """None where the first comparison finds no fault, or most do not; else the fault. Rarely, a router of a mixture of
+    experts is so undecided about a token that rounding decides, in float32 too: one difference is not yet a fault."""
+    first = compare(SEEDS[0])
+    if first is None:
+        return None
+    others = [fault for fault in map(compare, SEEDS[1:]) if fault is not None]
+    return first if 2 * (1 + len(others)) > len(SEEDS) else None
+
+
+def exact_if_possible(run: Callable[[bool], T]) -> tuple[T, bool]:
+    """`run(True)`, which computes in float32, or `run(False)` where kernels refuse that; and which of them it was."""
+    try:
+        return run(True), True
+    except torch.OutOfMemoryError:
+        raise
+    except FAULTS:
+        return run(False), False
+
+
+def is_half(model: nn.Module) -> bool:
+    """Whether the model computes in half precision; a sharded one does so by its mixed-precision policy."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return any(x.dtype in _HALF for x in tensors) or any(isinstance(x, FSDPModule) for x in model.modules())
+
+
+@contextmanager
+def float32_arithmetic(model: nn.Module) -> Iterator[None]:
+    """Call the model's own code inside; with FSDP2, inside the root's forward (see `verl.models.packing.attach`)."""
+    precision, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        with ExitStack() as stack:
+            if is_half(model):
+                stack.enter_context(_WideConvolutions())
+                mode = stack.enter_context(_Float32Mode())
+                for module in model.modules():
+                    if isinstance(module, FSDPModule):
+                        stack.callback(_pause_in_fsdp_hooks(module, mode))
+            yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        torch.backends.cudnn.allow_tf32 = convolutions
+
+
+class _WideConvolutions(TorchFunctionMode):
+    """Convolutions compare the types of their arguments before they are dispatched."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _CONVOLUTIONS:
+            args, kwargs = tree_map(_widened, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+_CONVOLUTIONS = {torch.conv1d, torch.conv2d, torch.conv3d}
+
+
+class _Float32Mode(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.paused = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.paused or func.is_view:
+            return func(*args, **kwargs)
+        if func is torch.ops.aten.embedding.default:  # widening its rows equals widening the matrix
+            return _widened(func(*args, **kwargs))
+        written = _written(func)
+        args = [x if at in written else tree_map(_widened, x) for at, x in enumerate(args)]
+        kwargs = {name: x if name in written else tree_map(_widened, x) for name, x in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+@lru_cache(maxsize=1024)
+def _written(func: Any) -> frozenset[int | str]:
+    """Positions and names of the arguments an operation writes to; these keep their type."""
+    found: set[int | str] = set()
+    for at, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found |= {at, argument.name}
+    return frozenset(found)
+
+
+def _widened(x: Any) -> Any:
+    if isinstance(x, torch.Tensor):
+        return x.float() if x.dtype in _HALF else x
+    return torch.float32 if isinstance(x, torch.dtype) and x in _HALF else x
+
+
+def _pause_in_fsdp_hooks(module: nn.Module, mode: _Float32Mode) -> Callable[[], None]:
+    """FSDP2's own hooks gather and free weights, which must stay in the sharded types, and round the module's inputs,
+    which is undone. Returns what takes the hooks out again."""
+    inputs: list[tuple[Any, Any]] = []
+
+    def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+        mode.paused = True
+        inputs.append((args, kwargs))
+
+    def gathered(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        mode.paused = False
+        return inputs.pop()
+
+    def done(_: nn.Module, args: Any, output: Any) -> None:
+        mode.paused = True
+
+    def after(_: nn.Module, args: Any, output: Any) -> None:
+        mode.paused = False
+
+    handles = [
+        module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+        module.register_forward_pre_hook(gathered, with_kwargs=True),
+        module.register_forward_hook(done, prepend=True),
+        module.register_forward_hook(after),
+    ]
+
+    def remove() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return remove
+
 
 # -- attention calls ----------------------------------------------------------------------------------------------
 
@@ -42,7 +192,7 @@ _LONGEST = 1 << 18
 
 
 @dataclass(frozen=True)
-class AttentionCall:
+class ObservedCall:
     """One call of the attention interface: shapes of the keys and values, and what the call says about masking."""
 
     layer: int | None
@@ -62,9 +212,9 @@ class AttentionCall:
 
 
 @torch.no_grad()
-def attention_calls(model: nn.Module, backbone: nn.Module) -> list[AttentionCall]:
+def attention_calls(model: nn.Module, backbone: nn.Module) -> list[ObservedCall]:
     """The calls of one forward pass, in order. The model uses our attention ("verl")."""
-    calls: list[AttentionCall] = []
+    calls: list[ObservedCall] = []
     masks: list[tuple[torch.Tensor, Callable[..., torch.Tensor]]] = []
 
     def mask(function: Callable[..., torch.Tensor], device: torch.device | None) -> torch.Tensor:
@@ -89,7 +239,7 @@ def attention_calls(model: nn.Module, backbone: nn.Module) -> list[AttentionCall
         others = {name for name, value in named.items() if isinstance(value, torch.Tensor)} - _HARMLESS
         layer = getattr(module, "layer_idx", None)
         calls.append(
-            AttentionCall(
+            ObservedCall(
                 layer=None if layer is None else int(layer),
                 kv_heads=k.shape[1],
                 key_size=k.shape[3],
@@ -112,7 +262,7 @@ def attention_calls(model: nn.Module, backbone: nn.Module) -> list[AttentionCall
     return calls
 
 
-def attention_fault(calls: Sequence[AttentionCall], config: Any) -> str | None:
+def attention_fault(calls: Sequence[ObservedCall], config: Any) -> str | None:
     """Why our attention cannot replace the model's, or None as far as the calls tell."""
     if not calls:
         return "its layers do not call transformers' attention interface"
@@ -131,7 +281,7 @@ def attention_fault(calls: Sequence[AttentionCall], config: Any) -> str | None:
     return None
 
 
-def _same_mask(call: AttentionCall, longest: int) -> bool:
+def _same_mask(call: ObservedCall, longest: int) -> bool:
     """Whether the last position sees exactly the earlier ones within the window that the attention call names."""
     assert call.mask is not None
     with call.device:  # a mask may create tensors
@@ -187,7 +337,7 @@ class Probe:
             with float32_arithmetic(model) if self.exact else nullcontext():
                 return {"output": check(model)}
 
-        outputs: dict[str, torch.Tensor] = getattr(self.model, FORWARD_METHOD)(None, None, check=inside)
+        outputs: dict[str, torch.Tensor] = self.model.verl_run(inside)
         return outputs["output"].double()
 
     def __call__(self, rows: Rows, packed: bool) -> torch.Tensor:
@@ -287,14 +437,14 @@ def packing_fault(model: Any, device: torch.device, stock_attention: str) -> str
     """Why the model cannot be packed, or None. It uses our attention before and after the call.
 
     `stock_attention` is the implementation the model came with."""
-    calls: list[AttentionCall] = []
+    calls: list[ObservedCall] = []
 
     def record(inner: Any) -> dict[str, torch.Tensor]:
         calls.extend(attention_calls(inner, backbone_of(inner)))
         return {}
 
     def calls_fault(_: int) -> str | None:
-        getattr(model, FORWARD_METHOD)(None, None, check=record)
+        model.verl_run(record)
         return attention_fault(calls, model.config.get_text_config())
 
     def compare(seed: int) -> str | None:

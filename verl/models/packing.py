@@ -18,16 +18,15 @@ import torch
 from torch import nn
 
 from verl.errors import DataError
-from verl.models.attention import AttentionContext, Backend, PackedAttention
+from verl.models.attention import AttentionContext, Backend, PackedAttention, SharedPrefixAttention
 from verl.models.fused_linear import HeadOptions, fused_head
 from verl.models.introspection import backbone_of, output_head
 from verl.models.rope import row_lengths
-from verl.models.shared_prefix import SharedPrefixAttention
 from verl.models.ulysses import SequenceGroup, UlyssesAttention, sum_over_group
 from verl.models.value_model import ValueModel
 
-FORWARD_METHOD = "verl_forward"
-Check = Callable[[Any], dict[str, torch.Tensor]]
+FORWARD_METHODS = ("verl_forward", "verl_run")
+"""What `attach` gives a model, and what FSDP2 gathers the root's parameters for, as for `forward`."""
 
 
 @dataclass
@@ -288,20 +287,9 @@ def part_of(whole: Pack, sequence: SequenceGroup, device: torch.device) -> Pack:
     )
 
 
-def packed_forward(
-    model: Any,
-    pack: Pack | None,
-    options: HeadOptions | None = None,
-    check: Check | None = None,
-) -> dict[str, torch.Tensor]:
+def packed_forward(model: Any, pack: Pack, options: HeadOptions | None = None) -> dict[str, torch.Tensor]:
     """Of each target [M], float32, without vocabulary-wide logits: `log_probs` and, where asked, `entropy` and
-    `sum_pi_squared`; of a critic `values`.
-
-    With `check` it returns `check(model)` instead, with the root's parameters gathered. It returns a dict of tensors,
-    because FSDP2's hooks look for tensors in outputs."""
-    if check is not None:
-        return check(model)
-    assert pack is not None
+    `sum_pi_squared`; of a critic `values`."""
     return head_outputs(model, hidden_of_targets(model, pack), pack, options)
 
 
@@ -322,9 +310,8 @@ def head_outputs(
         head = model.head
         bias = None if head.bias is None else head.bias.float()
         values = nn.functional.linear(hidden.float(), head.weight.float(), bias)
-        return {
-            "values": values.sum(dim=-1)
-        }  # not a view: the sharding hooks must survive operations in place
+        # Not a view: the sharding hooks must survive operations in place.
+        return {"values": values.sum(dim=-1)}
     head = output_head(model)
     options = replace(options or HeadOptions(), softcap=head.softcap, scale=head.scale)
     out = fused_head(hidden, head.weight, pack.target, bias=head.bias, options=options)
@@ -332,6 +319,12 @@ def head_outputs(
     return {name: value for name, value in named.items() if value is not None}
 
 
-def attach(model: nn.Module) -> None:
-    """Make `packed_forward` the method `verl_forward` of the module, so that FSDP2 can hook it like `forward`."""
-    setattr(model, FORWARD_METHOD, MethodType(packed_forward, model))
+def run_with(model: Any, function: Callable[[Any], dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """`function(model)`, which returns tensors, because FSDP2's hooks look for them in outputs."""
+    return function(model)
+
+
+def attach(model: Any) -> None:
+    """Make `packed_forward` and `run_with` the methods `verl_forward` and `verl_run` of the module, so that FSDP2 can
+    hook them like `forward`."""
+    model.verl_forward, model.verl_run = MethodType(packed_forward, model), MethodType(run_with, model)

@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from verl.errors import ConfigError
-from verl.models.attention import AttentionContext
+from verl.models.attention import AttentionCall, AttentionContext
 
 SIZE_KEY = "ulysses_sequence_parallel_size"
 
@@ -93,17 +92,8 @@ class UlyssesAttention:
     def __init__(self, whole: AttentionContext, sequence: SequenceGroup) -> None:
         self.whole, self.sequence = whole, sequence
 
-    def attend(
-        self,
-        module: nn.Module | None,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        scaling: float | None = None,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-    ) -> torch.Tensor:
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        q, k, v = call[:3]
         size = self.sequence.size
         check_heads(q.shape[1], size)
         # Query heads that share a key/value head and a rank, where groups of heads are cut at the ranks' borders: each
@@ -116,15 +106,7 @@ class UlyssesAttention:
             q, k, v = self._to_heads([q, k, v])
         else:
             (q, k), (v,) = self._to_heads([q, k]), self._to_heads([v])
-        out = self.whole.attend(
-            module,  # type: ignore[arg-type]
-            q,
-            k,
-            v,
-            scaling=scaling,
-            sliding_window=sliding_window,
-            softcap=softcap,
-        )
+        out = self.whole.attend(call.on(q, k, v))
         parts = _Exchange.apply(out[0].unflatten(0, (size, -1)), self.sequence.group)  # [P, n, H/P, D]
         return parts.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 

@@ -3,16 +3,17 @@
 Captured graphs hold addresses; capturing them again after every training phase would cost more than generating. So the
 address range stays reserved and only the memory behind it comes and goes (CUDA's virtual memory management, called
 through the driver's library). While asleep, nothing may touch the range; memory is mapped or released only when the
-device is idle.
+device is idle. `GraphRecorder` captures graphs that share one pool of memory.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import mmap
-from collections.abc import Iterable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
@@ -44,13 +45,14 @@ _PINNED, _ON_DEVICE, _READ_WRITE = 1, 1, 3
 
 
 class _Driver:
-    """The few calls of libcuda needed here; a call that fails raises RuntimeError."""
+    """The few calls of libcuda needed here; a call that fails raises RuntimeError. Integers are 64 bits wide."""
 
     def __init__(self) -> None:
         self.library = ctypes.CDLL("libcuda.so.1")
 
     def __call__(self, name: str, *arguments: Any) -> None:
-        code = getattr(self.library, name)(*arguments)
+        wide = [ctypes.c_uint64(x) if isinstance(x, int) else x for x in arguments]
+        code = getattr(self.library, name)(*wide)
         if code != 0:
             raise RuntimeError(f"{name} failed with CUDA error {code}")
 
@@ -65,56 +67,37 @@ class VMMBuffer:
         self._location = _Location(_ON_DEVICE, index)
         self._properties = _Properties(type=_PINNED, location=self._location)
         granularity = ctypes.c_size_t()
-        self._driver(
-            "cuMemGetAllocationGranularity", ctypes.byref(granularity), ctypes.byref(self._properties), 0
-        )
+        properties = ctypes.byref(self._properties)
+        self._driver("cuMemGetAllocationGranularity", ctypes.byref(granularity), properties, 0)
         self.size = -(-size // granularity.value) * granularity.value
         self._address = ctypes.c_uint64()
         self._handle = ctypes.c_uint64()
         self.mapped = False
-        self._driver(
-            "cuMemAddressReserve",
-            ctypes.byref(self._address),
-            ctypes.c_size_t(self.size),
-            ctypes.c_size_t(0),
-            ctypes.c_uint64(0),
-            ctypes.c_uint64(0),
-        )
+        self._driver("cuMemAddressReserve", ctypes.byref(self._address), self.size, 0, 0, 0)
         self.wake_up()
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        return {
-            "shape": (self.size,),
-            "typestr": "|u1",
-            "data": (self._address.value, False),
-            "version": 3,
-        }
+        return {"shape": (self.size,), "typestr": "|u1", "data": (self._address.value, False), "version": 3}
 
     def wake_up(self) -> None:
         """Allocate memory behind the range; its content is undefined. RuntimeError when there is too little."""
         if self.mapped:
             return
-        size = ctypes.c_size_t(self.size)
         torch.cuda.synchronize(self._device)
         try:
             self._create()
         except RuntimeError:
             torch.cuda.empty_cache()  # what torch keeps for later is not free to the driver
             self._create()
-        self._driver("cuMemMap", self._address, size, ctypes.c_size_t(0), self._handle, ctypes.c_uint64(0))
+        self._driver("cuMemMap", self._address, self.size, 0, self._handle, 0)
         self.mapped = True
         access = _Access(self._location, _READ_WRITE)
-        self._driver("cuMemSetAccess", self._address, size, ctypes.byref(access), ctypes.c_size_t(1))
+        self._driver("cuMemSetAccess", self._address, self.size, ctypes.byref(access), 1)
 
     def _create(self) -> None:
-        self._driver(
-            "cuMemCreate",
-            ctypes.byref(self._handle),
-            ctypes.c_size_t(self.size),
-            ctypes.byref(self._properties),
-            ctypes.c_uint64(0),
-        )
+        handle, properties = ctypes.byref(self._handle), ctypes.byref(self._properties)
+        self._driver("cuMemCreate", handle, self.size, properties, 0)
 
     def sleep(self) -> None:
         """Release the memory."""
@@ -122,13 +105,13 @@ class VMMBuffer:
             return
         torch.cuda.synchronize(self._device)
         self.mapped = False
-        self._driver("cuMemUnmap", self._address, ctypes.c_size_t(self.size))
+        self._driver("cuMemUnmap", self._address, self.size)
         self._driver("cuMemRelease", self._handle)
 
     def __del__(self) -> None:
         try:
             self.sleep()
-            self._driver("cuMemAddressFree", self._address, ctypes.c_size_t(self.size))
+            self._driver("cuMemAddressFree", self._address, self.size)
         except (RuntimeError, AttributeError, TypeError):  # the process ends, or __init__ failed
             pass
 
@@ -149,14 +132,6 @@ def reserve(size: int, device: torch.device) -> tuple[VMMBuffer, torch.Tensor] |
             error,
         )
         return None
-
-
-class SleepableMemory(Protocol):
-    """Memory that can be released and allocated again; its content is lost."""
-
-    def sleep(self) -> None: ...
-
-    def wake_up(self) -> None: ...
 
 
 class _HostMemory:
@@ -187,6 +162,10 @@ class _AllocatorMemory:
         self.bytes.untyped_storage().resize_(self._size)
 
 
+SleepableMemory = VMMBuffer | _HostMemory | _AllocatorMemory
+"""Memory that can be released and allocated again; its content is lost."""
+
+
 def reserve_tensors(
     shapes: Iterable[tuple[torch.Size, torch.dtype]], device: torch.device
 ) -> tuple[SleepableMemory, list[torch.Tensor]]:
@@ -207,3 +186,54 @@ def reserve_tensors(
         raw[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
         for start, shape, dtype in offsets
     ]
+
+
+_BROKEN: list[torch.cuda.CUDAGraph] = []
+"""Graphs whose recording CUDA broke off. torch's allocator of pinned memory keeps asking them whether they record."""
+
+
+class GraphRecorder:
+    """One pool and one stream: graphs share memory only when they are recorded on the same stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(
+        self, work: Callable[[], None], warm_up: Callable[[], None] | None = None
+    ) -> torch.cuda.CUDAGraph:
+        """`work` as a graph. It (or `warm_up`) runs once before, which compiles and loads everything. Errors of `work`
+        come out, and this recorder must not be used after one."""
+        graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        try:
+            # torch.cuda.graph would do all this, but stays on its stream when ending the capture fails.
+            with torch.cuda.stream(self._stream):
+                # Triton compiles and cuBLAS allocates its workspace in this run: neither is allowed while capturing.
+                (warm_up or work)()
+                torch.cuda.synchronize(self._device)
+                torch.cuda.empty_cache()  # the pool of the graphs can only take what is free
+                # Threads of others (loading data, watching) may use the device meanwhile.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    work()
+                    graph.capture_end()
+                except BaseException:
+                    self._break_off(graph)
+                    raise
+        finally:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        return graph
+
+    def _break_off(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a capture whose work failed. Where CUDA has broken it off already, torch does not reach the lines that
+        take its allocator out of the pool: they follow here."""
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            _BROKEN.append(graph)
+            index = self._stream.device_index
+            with contextlib.suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(index, self._pool)
+                torch._C._cuda_releasePool(index, self._pool)

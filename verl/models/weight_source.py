@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from verl.models.lora import has_lora, merged_weights, plain_name
+from verl.models.lora import full_tensor, has_lora, merged_weights, plain_name
 from verl.models.value_model import ValueModel
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
@@ -97,12 +97,6 @@ def _sent_dtypes(model: Any, dtype: torch.dtype) -> Callable[[str, torch.Tensor]
     own = getattr(model, "verl_own_dtypes", None)
     own = _own_dtypes(model, dtype) if own is None else own
     return lambda name, value: value.to(own.get(name, dtype)) if value.is_floating_point() else value
-
-
-def full_tensor(value: torch.Tensor) -> torch.Tensor:
-    """A weight gathered from its shards (a collective)."""
-    tensor = value.detach()
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def merged_tensors(model: Any, dtype: torch.dtype, names: Names = "hf") -> NamedTensors:

@@ -7,9 +7,10 @@ an engine's packages are imported only by those who use it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from verl.config.capabilities import EngineSpec, declare_engine
 from verl.errors import ConfigError
@@ -25,7 +26,12 @@ RolloutFactory = Callable[..., RolloutEngine]
 `watchdog_s` (an engine in other processes counts as hung after this many seconds without progress) and `run_folder`
 (a Path for the logs of such processes; None outside of a run)."""
 
-_registry: dict[str, RolloutFactory] = {}
+_registry: dict[str, str | RolloutFactory] = {
+    "hf": "verl.rollout.hf:HFRollout",
+    "native": "verl.rollout.native:NativeRollout",
+    "vllm": "verl.rollout.vllm.engine:build_vllm",
+    "sglang": "verl.rollout.sglang:build_sglang",
+}
 
 
 def register_rollout(name: str, spec: EngineSpec | None = None) -> Callable[[RolloutFactory], RolloutFactory]:
@@ -39,47 +45,6 @@ def register_rollout(name: str, spec: EngineSpec | None = None) -> Callable[[Rol
         return factory
 
     return add
-
-
-@register_rollout("hf")
-def _hf(source: WeightSource, tokenizer: Any, config: Any) -> RolloutEngine:
-    from verl.rollout.hf import HFRollout
-
-    return HFRollout(source, tokenizer, config)
-
-
-@register_rollout("native")
-def _native(source: WeightSource, tokenizer: Any, config: Any) -> RolloutEngine:
-    from verl.rollout.native import NativeRollout
-
-    return NativeRollout(source, tokenizer, config)
-
-
-@register_rollout("vllm")
-def _vllm(
-    source: WeightSource, tokenizer: Any, config: Any, *, watchdog_s: float, run_folder: Path | None
-) -> RolloutEngine:
-    from verl.rollout.external_engine import require_engine
-
-    require_engine("vllm")
-    if config.mode == "server":
-        from verl.rollout.vllm.server import VLLMServerRollout
-
-        return VLLMServerRollout(source, tokenizer, config, watchdog_s=watchdog_s, run_folder=run_folder)
-    from verl.rollout.vllm.engine import VLLMRollout
-
-    return VLLMRollout(source, tokenizer, config, watchdog_s=watchdog_s, run_folder=run_folder)
-
-
-@register_rollout("sglang")
-def _sglang(
-    source: WeightSource, tokenizer: Any, config: Any, *, watchdog_s: float, run_folder: Path | None
-) -> RolloutEngine:
-    from verl.rollout.external_engine import require_engine
-    from verl.rollout.sglang import SGLangRollout
-
-    require_engine("sglang")
-    return SGLangRollout(source, tokenizer, config, watchdog_s=watchdog_s, run_folder=run_folder)
 
 
 def known_rollouts() -> list[str]:
@@ -102,6 +67,9 @@ def build_rollout(
     if name not in _registry:
         raise ConfigError(f"rollout.name={name!r} is unknown; known engines: {', '.join(known_rollouts())}")
     factory = _registry[name]
+    if isinstance(factory, str):
+        module, _, attribute = factory.partition(":")
+        factory = cast(RolloutFactory, getattr(import_module(module), attribute))
     watchdog_s = TrainerConfig().watchdog_s if watchdog_s is None else watchdog_s
     known, given = signature(factory).parameters, {"watchdog_s": watchdog_s, "run_folder": run_folder}
     return factory(

@@ -8,17 +8,44 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 from verl.errors import RolloutError
+from verl.observe.live import live
 
 if TYPE_CHECKING:
     from verl.models.weight_source import WeightSource
+
+
+class VersionLog:
+    """`first` drew the first token; each of `changes` is (position of the first token it drew, version)."""
+
+    __slots__ = ("changes", "first")
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+        self.changes: list[tuple[int, int]] = []
+
+    def change(self, drawn: int, version: int) -> None:
+        """The weights are those of `version` from now on, when `drawn` tokens are there."""
+        if self.changes and self.changes[-1][0] == drawn:
+            self.changes.pop()  # that version drew nothing
+        newest = self.changes[-1][1] if self.changes else self.first
+        if drawn == 0:
+            self.first = version
+        elif version != newest:
+            self.changes.append((drawn, version))
+
+    def within(self, count: int) -> list[tuple[int, int]]:
+        """The changes among the first `count` tokens."""
+        return [(position, version) for position, version in self.changes if position < count]
+
 
 FinishReason = Literal["stop", "length", "abort"]
 _STOP_TAIL = 8
@@ -451,3 +478,34 @@ class Stopper:
         if start >= limit or not contains(start + 1 - tail, limit):
             return None
         return next((count for count in range(start + 1, limit + 1) if contains(count - tail, count)), None)
+
+
+LIVE_S = 0.05
+"""Between two updates while it generates: nothing to a step, and current to a reader."""
+
+
+class LiveStats:
+    """What one engine has written."""
+
+    def __init__(self) -> None:
+        self._written = 0.0
+        self._before = RolloutStats()
+
+    def write(self, stats: Callable[[], RolloutStats], *, now: bool = False) -> None:
+        """After a step. `now`: also where the last update was a moment ago."""
+        clock = time.monotonic()
+        if not now and clock - self._written < LIVE_S:
+            return
+        self._written = clock
+        new, old = stats(), self._before
+        self._before = new
+        live.set("sequences_running", new.running)
+        live.set("sequences_waiting", new.waiting)
+        live.set("longest_response_tokens", new.longest)
+        if new.kv_blocks:
+            live.set("kv_blocks", new.kv_blocks)
+        live.set("kv_blocks_used", new.kv_blocks_used)
+        # Differences: the counters of a process outlive its engines.
+        live.add("generated_tokens_total", max(new.drawn_tokens - old.drawn_tokens, 0))
+        live.add("prefilled_tokens_total", new.prefilled_tokens - old.prefilled_tokens)
+        live.add("preemptions_total", new.preemptions - old.preemptions)

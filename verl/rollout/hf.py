@@ -16,20 +16,18 @@ from typing import Any
 
 import torch
 
-from verl.models.rope import position_limit
 from verl.rollout.base import (
     BatchEngine,
+    LiveStats,
     Request,
     Response,
     Stopper,
     check_finite,
     check_requests,
-    eos_token_ids,
 )
-from verl.rollout.live_stats import LiveStats
 from verl.rollout.native.sequence import Sequence
 from verl.rollout.sampling import SamplingBatch, sample, seen_tokens
-from verl.rollout.source import as_source, causal_lm, generation_mode, verify
+from verl.rollout.source import ModuleEngine, generation_mode, verify
 
 DEFAULT_BATCH = 256
 """Padded caches are large: more rows than this at a time are not worth their memory."""
@@ -70,30 +68,21 @@ class _StepCall:
         return logits
 
 
-class HFRollout(BatchEngine):
+class HFRollout(ModuleEngine, BatchEngine):
     """Generates with the trainer's module itself. `source` is a TrainEngine or a causal language model."""
 
     def __init__(self, source: Any, tokenizer: Any | None, config: Any | None = None) -> None:
-        self.source = as_source(source)
-        self.tokenizer = tokenizer
+        super().__init__(source, tokenizer)
         self.batch_size = DEFAULT_BATCH if config is None else min(int(config.max_num_seqs), DEFAULT_BATCH)
-        self.version = 0
         self._aborted: set[str] = set()
         self._abort_all = False
-        self._stopper = Stopper(tokenizer, frozenset())
-        self._vocab_size = 0
-        self._position_limit: tuple[int, str] | None = None
         self._live = LiveStats()
         self._known: weakref.ref[Any] | None = None
         """The model that was compared with its own forward."""
 
     def check(self, requests: list[Request]) -> None:
         if not self._unanswered:  # while a batch runs, what was read before it is still right
-            with self.source.structure() as module:
-                model = causal_lm(module)
-                self._stopper = Stopper(self.tokenizer, eos_token_ids(model, self.tokenizer))
-                self._vocab_size = int(model.get_input_embeddings().num_embeddings)
-                self._position_limit = position_limit(model)
+            self._read_model()
         check_requests(requests, self._vocab_size, self.tokenizer, position_limit=self._position_limit)
 
     def run_batch(self, requests: list[Request]) -> Iterator[Response]:
@@ -195,9 +184,3 @@ class HFRollout(BatchEngine):
             self._abort_all = True
         else:
             self._aborted.update(request_ids)
-
-    def update_weights(self, source: Any, version: int) -> None:
-        """The weights are the trainer's own: only the version changes (and the source, unless None)."""
-        if source is not None:
-            self.source = as_source(source)
-        self.version = version

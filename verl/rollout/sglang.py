@@ -19,11 +19,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from verl.errors import ConfigError, RolloutError, TrainingHalted
-from verl.models.weight_source import NamedTensors
-from verl.rollout.external_engine import engine_kwargs
-from verl.rollout.external_sample import Sample
-from verl.rollout.http_server import Chunk, ServerRollout, free_port
-from verl.rollout.model_info import ModelInfo
+from verl.models.weight_source import NamedTensors, WeightSource
+from verl.rollout.external_engine import Sample, engine_kwargs, require_engine
+from verl.rollout.server_engine import Chunk, ServerRollout, free_port
+from verl.rollout.source import ModelInfo
 from verl.rollout.stale_files import remove
 from verl.rollout.weight_sync.buckets import split_buckets
 from verl.rollout.weight_sync.shared_memory import shared_folder
@@ -191,3 +190,10 @@ class SGLangRollout(ServerRollout):
 
     def _wake(self, tags: list[str]) -> None:
         self.client.call("POST", "/resume_memory_occupation", {"tags": tags})
+
+
+def build_sglang(
+    source: WeightSource, tokenizer: Any, config: RolloutConfig, *, watchdog_s: float, run_folder: Path | None
+) -> SGLangRollout:
+    require_engine("sglang")
+    return SGLangRollout(source, tokenizer, config, watchdog_s=watchdog_s, run_folder=run_folder)

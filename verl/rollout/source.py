@@ -8,9 +8,11 @@ the stock forward without a cache; both in float32, so that rounding can neither
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +20,9 @@ from torch import nn
 
 from verl.errors import RolloutError
 from verl.models.attention import ATTENTION_NAME, caps_scores, register_attention
-from verl.models.float32 import FAULTS, exact_if_possible, first_line, float32_arithmetic, majority_fault
+from verl.models.lora import has_lora
+from verl.models.packability import FAULTS, exact_if_possible, first_line, float32_arithmetic, majority_fault
+from verl.models.rope import position_limit
 from verl.models.weight_source import (
     Adapter,
     NamedTensors,
@@ -29,7 +33,7 @@ from verl.models.weight_source import (
     base_tensors,
     merged_tensors,
 )
-from verl.rollout.base import Request, Response, SamplingParams
+from verl.rollout.base import Request, Response, RolloutEngine, SamplingParams, Stopper, eos_token_ids
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +98,33 @@ def causal_lm(module: nn.Module) -> Any:
     if hasattr(inner, "get_base_model"):
         inner = inner.get_base_model()
     return inner
+
+
+class ModuleEngine(RolloutEngine):
+    """What engines share that generate with the trainer's module itself. `source` is a TrainEngine's weights or a
+    causal language model."""
+
+    def __init__(self, source: WeightSource | nn.Module, tokenizer: Any | None) -> None:
+        self.source = as_source(source)
+        self.tokenizer = tokenizer
+        self.version = 0
+        self._stopper = Stopper(tokenizer, frozenset())
+        self._vocab_size = 0
+        self._position_limit: tuple[int, str] | None = None
+
+    def _read_model(self) -> None:
+        """What requests are checked against."""
+        with self.source.structure() as module:
+            model = causal_lm(module)
+            self._stopper = Stopper(self.tokenizer, eos_token_ids(model, self.tokenizer))
+            self._vocab_size = int(model.get_input_embeddings().num_embeddings)
+            self._position_limit = position_limit(model)
+
+    def update_weights(self, source: WeightSource | nn.Module | None, version: int) -> None:
+        """The weights are the trainer's own: only the version changes (and the source, unless None)."""
+        if source is not None:
+            self.source = as_source(source)
+        self.version = version
 
 
 def stock_attention(model: Any) -> str:
@@ -199,3 +230,40 @@ def _probe_prompts(model: Any, seed: int) -> list[list[int]]:
     first, other = torch.randint(min(3, vocab - 1), vocab, (2, length), generator=generator).tolist()
     shared = min(16, length - 1)
     return [first, (first[:shared] + other)[: length - 2 if length > shared + 3 else length]]
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """Everything but the weights."""
+
+    config_json: str
+    """Content of the model's config.json."""
+    vocab_size: int
+    eos_ids: frozenset[int]
+    dtype: str
+    device: str
+    lora_rank: int
+    """0: without LoRA, or with adapters merged into the weights."""
+    max_positions: int | None
+
+
+def model_info(source: WeightSource, tokenizer: Any | None) -> ModelInfo:
+    with source.structure() as module:
+        model = causal_lm(module)
+        config = model.config.get_text_config()
+        return ModelInfo(
+            config_json=_config_json(model),
+            vocab_size=int(model.get_input_embeddings().num_embeddings),
+            eos_ids=eos_token_ids(model, tokenizer),
+            dtype=str(source.dtype).removeprefix("torch."),
+            device=source.device.type,
+            lora_rank=int(model.verl_lora_config.r) if has_lora(model) else 0,
+            max_positions=getattr(config, "max_position_embeddings", None),
+        )
+
+
+def _config_json(model: Any) -> str:
+    content = json.loads(model.config.to_json_string(use_diff=False))
+    # FSDP renames the class of a module; engines find their own class by this name.
+    content["architectures"] = [type(model).__name__.removeprefix("FSDP")]
+    return json.dumps(content, indent=2)

@@ -15,7 +15,7 @@ from verl.config.roles import ACTOR, Role, engine_role, find_role, model_of, sav
 from verl.data.proto import DataProto
 from verl.engines import build_engine
 from verl.errors import ConfigError
-from verl.models.given_adapter import without_adapters
+from verl.models.lora import without_adapters
 from verl.models.weight_source import WeightSource
 from verl.observe.batch_metrics import ModelSize
 from verl.observe.metrics import Metric

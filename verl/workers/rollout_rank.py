@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from verl.config.schema import PPOConfig
-    from verl.rollout.model_info import ModelInfo
+    from verl.rollout.source import ModelInfo
 
 ROLE = "rollout rank"
 

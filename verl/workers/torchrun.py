@@ -109,6 +109,7 @@ class RankMonitor:
         self._heartbeat = Heartbeat(
             job.connection(), job.rank, job.world_size, watchdog=self.watchdog, on_beat=self._check
         )
+        self._heartbeat.share()
 
     def close(self) -> None:
         self._heartbeat.close()

@@ -27,7 +27,7 @@ from verl.models.weight_source import Adapter, NamedTensors, Names, SourceLogPro
 from verl.observe.batch_metrics import ModelSize
 from verl.observe.metrics import Metric
 from verl.rollout.external_engine import RemoteEngine, TPFollower
-from verl.rollout.model_info import ModelInfo, model_info
+from verl.rollout.source import ModelInfo, model_info
 from verl.rollout.weight_sync.broadcast import SENDER, Broadcast
 from verl.rollout.weight_sync.fingerprint import Manifest
 from verl.runtime import environment

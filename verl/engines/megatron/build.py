@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import math
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,31 +10,26 @@ from torch import nn
 
 from verl.config.known import MEGATRON_MODELS
 from verl.config.parallelism import Layout, divisors, layout_of
-from verl.engines import budget
-from verl.engines.megatron.engine import NO_LORA, MegatronEngine
+from verl.engines.base import no_adapters
+from verl.engines.build import load_model, open_model
+from verl.engines.megatron.engine import MegatronEngine
 from verl.engines.megatron.groups import groups_of
 from verl.engines.megatron.layers import is_mixture
-from verl.engines.megatron.loading import load_stage, open_model
 from verl.engines.megatron.model import StageModel
 from verl.engines.megatron.optimizer import StageAdamW
 from verl.engines.megatron.pipeline import PipelineRunner
 from verl.engines.megatron.places import Place, places
 from verl.engines.microbatch_runner import MicroBatchRunner
-from verl.engines.offload import ActivationOffload
-from verl.engines.optim import Schedule
 from verl.engines.settings import EngineSettings, Kind, read_settings
-from verl.engines.sharding import Ranks
+from verl.engines.sharding import EngineRanks
 from verl.engines.weights import copy_to_meta
 from verl.errors import ConfigError, ModelError
-from verl.models.config_files import disable_dropout
 from verl.models.introspection import decoder_layers, token_weights
 from verl.models.kernels import triton_fault
 from verl.models.meta_init import ParameterIndex
 from verl.models.rope import position_limit
 from verl.models.ulysses import SequenceGroup
-from verl.models.value_model import ValueModel
-
-log = logging.getLogger(__name__)
+from verl.models.value_model import ValueModel, disable_dropout
 
 
 def build_megatron(
@@ -46,35 +39,23 @@ def build_megatron(
     *,
     model: nn.Module | None = None,
     optimizer: torch.optim.Optimizer | None = None,
-    device: str | torch.device,
-    total_steps: int | None = None,
-    seed: int = 0,
-    log_prob_cfg: Any = None,
-    max_skipped_steps: int = 3,
-    bad_batch_dir: Path | None = None,
+    **options: Any,
 ) -> MegatronEngine:
     """Strategy `megatron`; arguments as in `verl.engines.build_engine`."""
-    device = torch.device(device)
     if optimizer is not None:
         raise ConfigError("strategy=megatron has its own optimiser; set strategy=fsdp for one of yours")
-    settings = read_settings(
-        kind,
-        model_cfg,
-        role_cfg,
-        device=device,
-        log_prob=log_prob_cfg,
-        max_skipped_steps=max_skipped_steps,
-        bad_batch_dir=bad_batch_dir,
-        seed=seed,
-    )
+    settings = read_settings(kind, model_cfg, role_cfg, **options)
     if settings.lora:
-        raise ConfigError(NO_LORA)
-    schedule = Schedule.from_config(role_cfg.optim, total_steps) if settings.trained else None
-    ranks = Ranks(device, fsdp_size=None)
+        raise ConfigError(no_adapters("strategy=megatron"))
+    device, trained = settings.device, settings.trained
+    ranks = EngineRanks(device, fsdp_size=None)
     layout = layout_of(role_cfg, ranks.world_size)
-    torch.manual_seed(seed)
+    torch.manual_seed(settings.seed)
     hf: Any
-    hf, index = open_model(settings) if model is None else _taken(settings, model)
+    if model is None:
+        hf, index = open_model(settings) or _on_meta(settings, load_model(settings, torch.device("cpu")))
+    else:
+        hf, index = _taken(settings, model)
     check_layout(hf.config.get_text_config(), layout, ranks.world_size)
     groups = groups_of(layout)
     stage = StageModel(
@@ -83,16 +64,17 @@ def build_megatron(
         dtype=settings.dtype,
         device=device,
         value_head=kind == "critic",
-        recompute=settings.trained and model_cfg.enable_gradient_checkpointing,
+        recompute=trained and model_cfg.enable_gradient_checkpointing,
         fused=device.type == "cuda" and triton_fault(device) is None,
     )
-    stage.requires_grad_(settings.trained)
-    if settings.trained and model_cfg.freeze_embeddings and groups.first:
+    stage.requires_grad_(trained)
+    if trained and model_cfg.freeze_embeddings and groups.first:
         stage.gpt.embedding.requires_grad_(False)
     table = places(stage)
     load_stage(stage, table, index)
     stage.eval()
-    return assemble(stage, hf, table, settings, ranks, schedule)
+    runner = _runner(stage, hf, table, settings, ranks)
+    return MegatronEngine(stage, hf, table, settings, ranks, runner)
 
 
 def _taken(settings: EngineSettings, model: Any) -> tuple[Any, ParameterIndex]:
@@ -102,49 +84,31 @@ def _taken(settings: EngineSettings, model: Any) -> tuple[Any, ParameterIndex]:
     disable_dropout(model)
     if settings.model.dtype == "auto":
         settings.dtype = next(model.parameters()).dtype
+    return _on_meta(settings, model)
+
+
+def _on_meta(settings: EngineSettings, model: Any) -> tuple[Any, ParameterIndex]:
+    """A model in memory as one on the meta device, and where its weights are."""
     hf = copy_to_meta(model)
     if hf is None:
         raise ModelError(f"{type(model).__name__} cannot be copied; set strategy=fsdp for this model")
     return hf, ParameterIndex.of(model, settings.dtype)
 
 
-def assemble(
-    stage: StageModel,
-    hf: Any,
-    table: list[Place],
-    settings: EngineSettings,
-    ranks: Ranks,
-    schedule: Schedule | None,
-) -> MegatronEngine:
-    """From a filled stage to an engine. `schedule` is None for a frozen engine."""
-    groups, layout = stage.groups, stage.groups.layout
-    text_config = hf.config.get_text_config()
-    weights = sum(count for layer in decoder_layers(hf) for _, count in token_weights(layer, text_config))
-    on_gpu = ranks.device.type == "cuda"
-    options: dict[str, Any] = {
-        "packed": True,
-        "train_size": settings.train_size,
-        "forward_size": settings.forward_size,
-        "label": settings.kind,
-        "max_tokens": budget.best_tokens(weights / text_config.num_hidden_layers / layout.tp)
-        if on_gpu
-        else budget.CAP_CPU,
-        "sequence": SequenceGroup(groups.cp, groups.cp_rank, layout.cp, gradient_scale=1.0)
-        if layout.cp > 1
-        else None,
-    }
+def _runner(
+    stage: StageModel, hf: Any, table: list[Place], settings: EngineSettings, ranks: EngineRanks
+) -> MicroBatchRunner:
+    groups, layout, config = stage.groups, stage.groups.layout, hf.config.get_text_config()
+    weights = sum(count for layer in decoder_layers(hf) for _, count in token_weights(layer, config))
+    options = settings.runner_options(weights / config.num_hidden_layers / layout.tp)
+    if layout.cp > 1:
+        options["sequence"] = SequenceGroup(groups.cp, groups.cp_rank, layout.cp, gradient_scale=1.0)
+    if settings.schedule is not None:
+        options["optimizer"] = StageAdamW(stage, table, **settings.optimizer_options())
+    options |= {"longest": position_limit(hf), "halts_on_oom": layout.model_ranks * layout.ep > 1}
     if layout.pp > 1:
-        runner: MicroBatchRunner = PipelineRunner(stage, ranks, groups=groups, **options)
-    else:
-        runner = MicroBatchRunner(stage, ranks, **options)
-    runner.position_limit = (position_limit(hf) or (None, ""))[0]
-    runner.halts_on_oom = layout.model_ranks * layout.ep > 1
-    if on_gpu and settings.trained and settings.model.enable_activation_offload:
-        runner.activation_offload = ActivationOffload(ranks.device)
-    if schedule is not None:
-        runner.optimizer = StageAdamW(stage, table, schedule=schedule, **settings.optimizer_options())
-        runner.moments_on_host = bool(settings.role.megatron.optimizer_offload)
-    return MegatronEngine(stage, hf, table, settings, ranks, runner)
+        return PipelineRunner(stage, ranks, groups=groups, **options)
+    return MicroBatchRunner(stage, ranks, **options)
 
 
 def check_layout(hf: Any, layout: Layout, world: int) -> None:
@@ -194,3 +158,27 @@ def check_layout(hf: Any, layout: Layout, world: int) -> None:
             "megatron.tensor_model_parallel_size must be 1 for a mixture of experts; split the experts by "
             "megatron.expert_model_parallel_size"
         )
+
+
+@torch.no_grad()
+def load_stage(model: StageModel, table: list[Place], index: ParameterIndex) -> None:
+    """Every parameter of the stage; rows that belong to no weight (padding of the vocabulary) are zero."""
+    used: dict[str, int] = {}
+    for place in table:
+        view = place.view(model.get_parameter(place.parameter))
+        if tuple(view.shape) != place.sizes:
+            raise ModelError(
+                f"{place.name} has {place.sizes} numbers on this rank, its place in {place.parameter} is "
+                f"{tuple(view.shape)}"
+            )
+        used[place.parameter] = max(used.get(place.parameter, 0), place.start + place.rows)
+        if view.numel():
+            start, columns = place.offsets[0], None
+            if place.split == 1:
+                first = place.offsets[1]
+                columns = slice(first, first + place.sizes[1])
+            index.read_rows(place.name, start, start + place.sizes[0], view, columns)
+    for name, param in model.named_parameters():
+        if name not in used:
+            raise ModelError(f"no weight of the Hugging Face model belongs to {name}")
+        param[used[name] :].zero_()

@@ -1,35 +1,208 @@
 """The Megatron training engine: one pipeline stage and one tensor-parallel part of a model on this rank.
 
 To everything outside it speaks Hugging Face: names and shapes of weights, checkpoints and optimiser state are those of
-the whole model, whatever the layout of ranks.
+the whole model, whatever the layout of ranks. A weight is gathered over the ranks of its stage and sent from it to the
+others, one at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
+from functools import lru_cache
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from verl.data.proto import DataProto
 from verl.engines.adamw import local
 from verl.engines.base import TrainState
+from verl.engines.megatron.groups import ParallelGroups
 from verl.engines.megatron.model import StageModel
 from verl.engines.megatron.optimizer import StageAdamW
 from verl.engines.megatron.places import Place
-from verl.engines.megatron.state import as_dtensor, elsewhere, replicated
-from verl.engines.megatron.weights import GatheredWeights, MegatronWeights, SharedModule, StageTensors
 from verl.engines.microbatch_runner import MicroBatchRunner
 from verl.engines.offload import ModelMemory
-from verl.engines.runner_engine import RunnerEngine, engine_info
+from verl.engines.runner_engine import RunnerEngine
 from verl.engines.settings import EngineSettings
-from verl.engines.sharding import Ranks
-from verl.engines.weights import save_config
-from verl.errors import ConfigError
+from verl.engines.sharding import EngineRanks
+from verl.engines.weights import EngineWeights, GatheredModule, bind
+from verl.models.attention import use_verl_attention
+from verl.models.fused_layers import fuse
+from verl.models.packing import attach
+from verl.models.weight_source import Adapter, NamedTensors, Names, renamed
 
-NO_LORA = "strategy=megatron has no LoRA adapters; set strategy=fsdp for this role, or model.lora_rank=0"
+
+class StageTensors:
+    """Every weight of the model on every rank, unsharded, one at a time, in the order of the Hugging Face module."""
+
+    def __init__(self, hf: nn.Module, model: StageModel, table: list[Place], dtype: torch.dtype) -> None:
+        """`hf`: the module on the meta device; `table`: where its weights are in `model`. Collective."""
+        groups = model.groups
+        self._model, self._groups, self.dtype = model, groups, dtype
+        self._places = {place.name: place for place in table if not place.duplicate}
+        weights = hf.state_dict(keep_vars=True)
+        first: dict[int, str] = {}
+        self._names = {name: first.setdefault(id(weight), name) for name, weight in weights.items()}
+        self.shapes = {name: tuple(weights[name].shape) for name in first.values()}
+        """Of each weight, a tied one under its first name only."""
+        owned: list[list[str]] = [[] for _ in range(groups.layout.pp)]
+        owned[groups.stage] = list(self._places)
+        if groups.pp is not None:
+            dist.all_gather_object(owned, list(self._places), group=groups.pp)
+        self._stage = {name: stage for stage, names in enumerate(owned) for name in names}
+
+    @torch.no_grad()
+    def each(self, ties: bool = True) -> NamedTensors:
+        """`ties`: a tied weight under each of its names, else under the first. Every rank iterates to the end."""
+        for name, first in self._names.items():
+            if ties or name == first:
+                yield name, self._tensor(first)
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        groups, stage = self._groups, self._stage[name]
+        if stage == groups.stage:
+            tensor = self._gathered(self._places[name])
+        else:
+            device = next(self._model.parameters()).device
+            tensor = torch.empty(self.shapes[name], dtype=self.dtype, device=device)
+        if groups.pp is not None:
+            dist.broadcast(tensor, groups.stage_rank(stage), group=groups.pp)
+        return tensor
+
+    def _gathered(self, place: Place) -> torch.Tensor:
+        local = place.view(self._model.get_parameter(place.parameter).detach()).to(self.dtype)
+        group = self._groups.ep if place.expert else self._groups.tp
+        if place.split is None or group is None:
+            return local
+        each = -(-place.shape[place.split] // place.parts)
+        missing = each - local.shape[place.split]
+        if missing:  # equal parts can be gathered: the last ranks may have fewer rows of the vocabulary
+            filling = [*place.sizes]
+            filling[place.split] = missing
+            local = torch.cat([local, local.new_zeros(filling)], dim=place.split)
+        parts = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(place.parts)]
+        dist.all_gather(parts, local.contiguous(), group=group)
+        return torch.cat(parts, dim=place.split).narrow(place.split, 0, place.shape[place.split])
+
+
+def prepare_for_rollout(hf: nn.Module, device: torch.device) -> None:
+    """The Hugging Face module as the FSDP engine's is, for generating."""
+    hf.requires_grad_(False)
+    use_verl_attention(hf)
+    hf.eval()
+    fuse(hf, device)
+    attach(hf)
+
+
+class SharedModule:
+    """The Hugging Face module over a stage that has all of its weights: its parameters are views of the stage's."""
+
+    def __init__(self, hf: nn.Module, model: StageModel, table: list[Place], device: torch.device) -> None:
+        self.module, self._model, self._table = hf, model, table
+        prepare_for_rollout(hf, device)
+        bind(hf, [(hf.get_parameter(place.name), self._view(place)) for place in table], device)
+
+    def _view(self, place: Place) -> torch.Tensor:
+        return place.view(self._model.get_parameter(place.parameter).data)
+
+    @contextmanager
+    def gathered(self) -> Iterator[nn.Module]:
+        """The module with the current weights, wherever offloading has put them."""
+        for place in self._table:
+            self.module.get_parameter(place.name).data = self._view(place)
+        yield self.module
+
+
+class GatheredStages(GatheredModule):
+    """The Hugging Face module with the weights of all ranks, for generating."""
+
+    def __init__(self, hf: nn.Module, tensors: StageTensors, device: torch.device) -> None:
+        super().__init__(hf, device, "megatron")
+        prepare_for_rollout(hf, device)
+        self._tensors = tensors
+
+    def _dtype_of(self, param: nn.Parameter) -> torch.dtype:
+        return self._tensors.dtype if param.is_floating_point() else param.dtype
+
+    def _gather(self) -> None:
+        for name, tensor in self._tensors.each(ties=False):
+            self.module.get_parameter(name).copy_(tensor)
+
+
+class MegatronWeights(EngineWeights):
+    """Parts are gathered one weight at a time; `module` gathers all of them."""
+
+    def __init__(self, engine: MegatronEngine) -> None:
+        super().__init__(engine)
+        self._tensors = engine.tensors
+
+    def named_tensors(self, names: Names = "hf") -> NamedTensors:
+        self._engine.onload(optimizer=False)
+        with self._engine.watching():
+            for name, tensor in self._tensors.each():
+                yield from renamed(self._engine.hf, name, tensor, names)
+
+    def base_tensors(self, names: Names = "hf") -> NamedTensors:
+        return self.named_tensors(names)
+
+    def adapter(self) -> Adapter | None:
+        return None
+
+
+@lru_cache(maxsize=32)
+def _mesh(groups: ParallelGroups, expert: bool, device_type: str) -> DeviceMesh:
+    """The ranks of this stage that split a weight, times those that hold the same part of it; without a dimension of
+    one rank, for which there is no process group."""
+    layout = groups.layout
+    replicas, tp = layout.dp * layout.cp, layout.tp
+    stage = torch.arange(replicas * tp).view(replicas, tp) + groups.stage * replicas * tp
+    ranks = stage[:, groups.tp_rank].view(-1, layout.ep) if expert else stage
+    pair = (groups.ep, groups.expert_data) if expert else (groups.tp, groups.data)
+    found = [group for group in pair if group is not None]
+    if not found:
+        return DeviceMesh(device_type, [groups.rank], _init_backend=False)
+    names = ("split", "replicas")
+    dims = tuple(name for name, group in zip(names, pair, strict=True) if group is not None)
+    return DeviceMesh.from_group(found, device_type, ranks.t().squeeze().contiguous(), mesh_dim_names=dims)
+
+
+def _dtensor(
+    tensor: torch.Tensor,
+    groups: ParallelGroups,
+    placements: tuple[Placement, Placement],
+    shape: tuple[int, ...],
+    expert: bool = False,
+) -> DTensor:
+    mesh = _mesh(groups, expert, tensor.device.type)
+    dims = mesh.mesh_dim_names or ()
+    kept = [kind for name, kind in zip(("split", "replicas"), placements, strict=True) if name in dims]
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        tensor, mesh, kept or [Replicate()], run_check=False, shape=torch.Size(shape), stride=stride
+    )
+
+
+def as_dtensor(place: Place, tensor: torch.Tensor, groups: ParallelGroups, rows_sharded: bool) -> DTensor:
+    """This rank's part of a weight or moment, without a copy. `rows_sharded`: the ranks that hold the same part of the
+    weight have a chunk of its rows each, and `tensor` is this rank's."""
+    split = Replicate() if place.split is None else Shard(place.split)
+    rows = Shard(0) if rows_sharded else Replicate()
+    return _dtensor(tensor, groups, (split, rows), place.shape, place.expert)
+
+
+def replicated(tensor: torch.Tensor, groups: ParallelGroups) -> DTensor:
+    """What every rank of this stage has the same of, such as the count of steps of a weight."""
+    return _dtensor(tensor, groups, (Replicate(), Replicate()), tuple(tensor.shape))
+
+
+def elsewhere(shapes: Mapping[str, tuple[int, ...]], own: Container[str]) -> dict[str, torch.Tensor]:
+    """On the meta device, placeholders of the tensors that other stages hold: all of `shapes` without `own`."""
+    return {name: torch.empty(shape, device="meta") for name, shape in shapes.items() if name not in own}
 
 
 class MegatronEngine(RunnerEngine):
@@ -41,54 +214,37 @@ class MegatronEngine(RunnerEngine):
         hf: nn.Module,
         table: list[Place],
         settings: EngineSettings,
-        ranks: Ranks,
+        ranks: EngineRanks,
         runner: MicroBatchRunner,
     ) -> None:
         """`hf`: the Hugging Face model on the meta device; `table`: where its weights are in `model`."""
-        super().__init__(engine_info(hf, settings, ranks, packed=True), settings, ranks, runner)
-        self._model, self._hf, self._table = model, hf, table
-        self._groups = model.groups
-        self._memory = ModelMemory(model, ranks.device, sharded=False)
-        self._tensors = StageTensors(hf, model, table, settings.dtype)
+        memory = ModelMemory(model, ranks.device, sharded=False)
+        super().__init__(hf, settings, ranks, runner, memory)
+        self._model, self._table, self._groups = model, table, model.groups
+        self.same_rows = self._groups.model
+        self.tensors = StageTensors(hf, model, table, settings.dtype)
         layout = self._groups.layout
-        whole = layout.tp == layout.pp == layout.ep == 1
-        self._gathered = (
-            SharedModule(hf, model, table, ranks.device)
-            if whole
-            else GatheredWeights(hf, self._tensors, ranks.device)
-        )
+        self._rollout_module: SharedModule | GatheredStages
+        if layout.tp == layout.pp == layout.ep == 1:
+            self._rollout_module = SharedModule(hf, model, table, ranks.device)
+        else:
+            self._rollout_module = GatheredStages(hf, self.tensors, ranks.device)
 
     def float32_log_probs(self, batch: DataProto, *, temperature: float = 1.0) -> torch.Tensor | None:
         if self._settings.dtype != torch.float32:
             return None  # the weights of a layer are in Megatron's own products, which keep their precision
         return super().float32_log_probs(batch, temperature=temperature)
 
-    def reference_log_probs(self, batch: DataProto, *, temperature: float = 1.0) -> torch.Tensor:
-        raise ConfigError(NO_LORA)
-
-    def refresh_reference(self) -> None:
-        raise ConfigError(NO_LORA)
-
     # -- weights ------------------------------------------------------------------------------------------------
 
     def weights(self) -> MegatronWeights:
-        return MegatronWeights(self, self._hf, self._tensors, self._ranks, self._module, self._groups.model)
+        return MegatronWeights(self)
 
     @contextmanager
-    def _module(self) -> Iterator[nn.Module]:
+    def gathered(self) -> Iterator[nn.Module]:
         self._onload("model")
-        with self._ranks.watching(), self._gathered.gathered() as module:
+        with self.watching(), self._rollout_module.gathered() as module:
             yield module
-
-    def save_hf(self, folder: Path) -> None:
-        with self._all_ranks_saved():
-            self.weights().save_hf(Path(folder))
-
-    def save_hf_config(self, folder: Path) -> None:
-        save_config(self._hf, Path(folder), self._settings.dtype)
-
-    def save_adapter(self, folder: Path) -> None:
-        raise ConfigError(NO_LORA)
 
     # -- state --------------------------------------------------------------------------------------------------
 
@@ -102,7 +258,7 @@ class MegatronEngine(RunnerEngine):
             trained = place.name in masters
             tensor = masters[place.name] if trained else place.view(stage[place.parameter])
             own[place.name] = as_dtensor(place, tensor.detach(), self._groups, rows_sharded=trained)
-        return own | elsewhere(self._tensors.shapes, own)
+        return own | elsewhere(self.tensors.shapes, own)
 
     def state(self) -> TrainState:
         state = super().state()
@@ -122,7 +278,7 @@ class MegatronEngine(RunnerEngine):
     def _trained_shapes(self, counts: bool) -> dict[str, tuple[int, ...]]:
         """Of the moments of all trained weights, on any stage; `counts`: of their step counts."""
         frozen = {"model.embed_tokens.weight"} if self._settings.model.freeze_embeddings else set()
-        shapes = self._tensors.shapes
+        shapes = self.tensors.shapes
         return {name: () if counts else shape for name, shape in shapes.items() if name not in frozen}
 
     def load_state(self, state: TrainState) -> None:
@@ -135,9 +291,6 @@ class MegatronEngine(RunnerEngine):
     # -- memory -------------------------------------------------------------------------------------------------
 
     def _move_model(self, to_host: bool) -> None:
-        if to_host:
-            self._memory.offload()
-        else:
-            self._memory.onload()
+        super()._move_model(to_host)
         if isinstance(self._optimizer, StageAdamW):
             self._optimizer.rebind()

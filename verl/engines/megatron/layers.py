@@ -17,6 +17,7 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from verl.engines.megatron.groups import ParallelGroups
+from verl.models.attention import AttentionCall
 
 
 @dataclass
@@ -95,9 +96,7 @@ class SelfAttention(nn.Module):
         if self.q_layernorm is not None and self.k_layernorm is not None:
             q, k = self.q_layernorm(q), self.k_layernorm(k)
         q, k = apply_rotary_pos_emb(q, k, *rotary_pos_emb)  # [1, heads, N, head_dim]
-        out = packed_seq_params.attend(
-            self, q, k, v, scaling=self.scaling, sliding_window=self.sliding_window, softcap=None
-        )
+        out = packed_seq_params.attend(AttentionCall(q, k, v, self.scaling, self.sliding_window))
         out, _ = self.linear_proj(out.flatten(2).transpose(0, 1))
         return out, None
 
@@ -125,15 +124,18 @@ class GatedMLP(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
         both, _ = self.linear_fc1(hidden_states)
-        if self.fused:
-            from verl.models.kernels.layers import gated_joined
-
-            product = gated_joined(both)
-        else:
-            gate, up = both.chunk(2, dim=-1)
-            product = nn.functional.silu(gate) * up
-        out, _ = self.linear_fc2(product)
+        out, _ = self.linear_fc2(gated(both, self.fused))
         return out, None
+
+
+def gated(both: torch.Tensor, fused: bool) -> torch.Tensor:
+    """silu(gate) * up, which are side by side."""
+    if fused:
+        from verl.models.kernels.layers import gated_joined
+
+        return gated_joined(both)
+    gate, up = both.chunk(2, dim=-1)
+    return nn.functional.silu(gate) * up
 
 
 # -- what the Hugging Face config says -------------------------------------------------------------------------------

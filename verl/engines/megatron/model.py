@@ -49,12 +49,11 @@ class StageModel(nn.Module):
         self.groups, self.config, self.recompute = groups, config, recompute
         self.value_head = value_head
         self.tied = bool(config.tie_word_embeddings) and not value_head
-        settings = _stage_config(config, groups, dtype, device, fused)
+        settings, tp = _stage_config(config, groups, dtype, device, fused), groups.layout.tp
         self.gpt = GPTModel(
             settings,
             _block(config, groups),
-            vocab_size=groups.layout.tp
-            * -(-config.vocab_size // groups.layout.tp),  # every rank as many rows
+            vocab_size=tp * -(-config.vocab_size // tp),  # every rank as many rows
             max_sequence_length=config.max_position_embeddings,
             pre_process=groups.first,
             post_process=groups.last,

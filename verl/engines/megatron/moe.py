@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from verl.engines.megatron.layers import StageConfig
+from verl.engines.megatron.layers import StageConfig, gated
 from verl.errors import ModelError
 
 
@@ -52,14 +52,7 @@ class Experts(nn.Module):
     def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """Rows of x are in the order of experts; those of an expert end before row `ends` [of that expert]."""
         both = _grouped(x, self.gate_up_proj, ends)
-        if self.fused:
-            from verl.models.kernels.layers import gated_joined
-
-            product = gated_joined(both)
-        else:
-            gate, up = both.chunk(2, dim=-1)
-            product = nn.functional.silu(gate) * up
-        return _grouped(product, self.down_proj, ends)
+        return _grouped(gated(both, self.fused), self.down_proj, ends)
 
 
 class MixtureOfExperts(nn.Module):

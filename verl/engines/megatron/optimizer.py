@@ -21,15 +21,10 @@ from verl.engines.megatron.groups import Group
 from verl.engines.megatron.model import StageModel
 from verl.engines.megatron.places import Place
 from verl.engines.optim import MasterAdamW, collector
+from verl.engines.sharding import row_range
 
 BUCKET = 1 << 26
 """Numbers that are sent in one collective, unless one weight has more."""
-
-
-def row_range(rows: int, replica: int, replicas: int) -> tuple[int, int]:
-    """Which of `rows` rows a replica owns: equal chunks, rounded up, so that the last may have fewer or none."""
-    each = -(-rows // replicas)
-    return min(replica * each, rows), min((replica + 1) * each, rows)
 
 
 class StageAdamW(MasterAdamW):

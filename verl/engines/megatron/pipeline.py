@@ -30,11 +30,11 @@ from verl.engines.microbatch_runner import (
     sum_of,
 )
 from verl.engines.out_of_memory import OOMReport
-from verl.engines.sharding import Ranks
+from verl.engines.sharding import EngineRanks
 from verl.errors import TrainingHalted
 from verl.models.distillation import Teacher
-from verl.models.float32 import first_line
 from verl.models.fused_linear import HeadOptions
+from verl.models.packability import first_line
 from verl.models.packing import Pack
 from verl.observe.metrics import Metric
 
@@ -96,7 +96,9 @@ class _Running:
 class PipelineRunner(MicroBatchRunner):
     """The passes of one stage. All stages of a model get the same rows."""
 
-    def __init__(self, model: StageModel, ranks: Ranks, *, groups: ParallelGroups, **options: Any) -> None:
+    def __init__(
+        self, model: StageModel, ranks: EngineRanks, *, groups: ParallelGroups, **options: Any
+    ) -> None:
         """`options`: as for `MicroBatchRunner`."""
         super().__init__(model, ranks, **options)
         self._groups = groups

@@ -92,18 +92,8 @@ def _places(model: StageModel, prefix: str) -> Iterator[Place]:
 
 def _vocabulary(model: StageModel, name: str, parameter: str, duplicate: bool = False) -> Place:
     shape = (int(model.config.vocab_size), int(model.config.hidden_size))
-    groups = model.groups
-    return Place(
-        name,
-        parameter,
-        0,
-        model.vocabulary_shard.rows,
-        shape,
-        0,
-        groups.tp_rank,
-        groups.layout.tp,
-        duplicate=duplicate,
-    )
+    rows, part, parts = model.vocabulary_shard.rows, model.groups.tp_rank, model.groups.layout.tp
+    return Place(name, parameter, 0, rows, shape, 0, part, parts, duplicate=duplicate)
 
 
 def _layer(model: StageModel, name: str, parameter: str) -> Iterator[Place]:
@@ -135,38 +125,26 @@ def _layer(model: StageModel, name: str, parameter: str) -> Iterator[Place]:
         if f"{block}.{linear}.bias" in own:
             yield Place(f"{name}.{weight}.bias", f"{target}.bias", 0, hidden, (hidden,))
 
+    def vector(weight: str, target: str, size: int, partial: bool = False) -> Place:
+        """A vector that every rank has."""
+        names = f"{name}.{weight}.weight", f"{parameter}.{target}.weight"
+        return Place(*names, 0, size, (size,), partial_gradient=partial)
+
     queries, keys = hf.num_attention_heads * head, hf.num_key_value_heads * head
-    yield from rows(
-        "self_attention",
-        "linear_qkv",
-        {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys},
-        hidden,
-    )
+    qkv = {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys}
+    yield from rows("self_attention", "linear_qkv", qkv, hidden)
     yield from columns("self_attention", "linear_proj", "self_attn.o_proj", queries)
     if has_head_norms(hf):
         for which in ("q", "k"):
-            yield Place(
-                f"{name}.self_attn.{which}_norm.weight",
-                f"{parameter}.self_attention.{which}_layernorm.weight",
-                0,
-                head,
-                (head,),
-                partial_gradient=tp > 1,
-            )
+            yield vector(f"self_attn.{which}_norm", f"self_attention.{which}_layernorm", head, tp > 1)
     if "mlp.gate.weight" in own:
         yield from _mixture(model, name, parameter)
     else:
         size = int(hf.intermediate_size)
         yield from rows("mlp", "linear_fc1", {"mlp.gate_proj": size, "mlp.up_proj": size}, hidden)
         yield from columns("mlp", "linear_fc2", "mlp.down_proj", size)
-    yield Place(f"{name}.input_layernorm.weight", f"{parameter}.input_layernorm.weight", 0, hidden, (hidden,))
-    yield Place(
-        f"{name}.post_attention_layernorm.weight",
-        f"{parameter}.pre_mlp_layernorm.weight",
-        0,
-        hidden,
-        (hidden,),
-    )
+    yield vector("input_layernorm", "input_layernorm", hidden)
+    yield vector("post_attention_layernorm", "pre_mlp_layernorm", hidden)
 
 
 def _mixture(model: StageModel, name: str, parameter: str) -> Iterator[Place]:

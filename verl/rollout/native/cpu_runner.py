@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from verl.errors import RolloutError
+from verl.models.attention import AttentionCall
 from verl.rollout.base import FinishReason, Stopper, check_finite
 from verl.rollout.native.block_manager import Copy
 from verl.rollout.native.model import Backbone
@@ -119,18 +119,9 @@ class PagedAttention:
     segments: list[Segment]
     _masks: dict[tuple[int, int | None], torch.Tensor | None] = field(default_factory=dict)
 
-    def attend(
-        self,
-        module: nn.Module,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        scaling: float | None = None,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-    ) -> torch.Tensor:
-        keys, values = self.cache.layer(int(module.layer_idx), k, v)  # type: ignore[arg-type]
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        q, k, v = call[:3]
+        keys, values = self.cache.layer(call.layer, k, v)
         keys.view(-1, *keys.shape[2:]).index_copy_(0, self.slots_N, k[0].transpose(0, 1))
         values.view(-1, *values.shape[2:]).index_copy_(0, self.slots_N, v[0].transpose(0, 1))
         heads, kv_heads = q.shape[1], k.shape[1]
@@ -139,51 +130,17 @@ class PagedAttention:
         for chunk in self.chunks:
             end = chunk.start + chunk.count
             span = slice(chunk.first, chunk.first + chunk.count)
-            out_NHD[span] = self._chunk(
-                q[:, :, span],
-                keys[chunk.page, :end].transpose(0, 1)[None],
-                values[chunk.page, :end].transpose(0, 1)[None],
-                scaling,
-                sliding_window,
-                softcap,
-            )[0].transpose(0, 1)
+            k_1KLD, v_1KLD = (x[chunk.page, :end].transpose(0, 1)[None] for x in (keys, values))
+            out_NHD[span] = _chunk(call.on(q[:, :, span], k_1KLD, v_1KLD))[0].transpose(0, 1)
         for segment in self.segments:
             rows = slice(segment.first, segment.first + segment.rows)
             pages = slice(segment.page, segment.page + segment.rows)
             q_RKGD = q_NHD[rows].unflatten(1, (kv_heads, heads // kv_heads))
-            k_RKLD = keys[pages, : segment.longest].transpose(1, 2)
-            v_RKLD = values[pages, : segment.longest].transpose(1, 2)
-            mask = self._decode_mask(segment, sliding_window, q.dtype)
-            out = dot_product_attention(q_RKGD, k_RKLD, v_RKLD, mask, scaling, softcap)
+            k_RKLD, v_RKLD = (x[pages, : segment.longest].transpose(1, 2) for x in (keys, values))
+            mask = self._decode_mask(segment, call.window, q.dtype)
+            out = dot_product_attention(call.on(q_RKGD, k_RKLD, v_RKLD), mask)
             out_NHD[rows] = out.flatten(1, 2)
         return out_NHD[None]
-
-    def _chunk(
-        self,
-        q_1HND: torch.Tensor,
-        k_1KLD: torch.Tensor,
-        v_1KLD: torch.Tensor,
-        scaling: float | None,
-        window: int | None,
-        softcap: float | None,
-    ) -> torch.Tensor:
-        count, length = q_1HND.shape[2], k_1KLD.shape[2]
-        if count == length and softcap is None and (window is None or window >= length):
-            return F.scaled_dot_product_attention(
-                q_1HND,
-                k_1KLD,
-                v_1KLD,
-                is_causal=True,
-                scale=scaling,
-                enable_gqa=q_1HND.shape[1] != k_1KLD.shape[1],
-            )
-        behind_NL = torch.arange(length - count, length)[:, None] - torch.arange(length)
-        seen_NL = behind_NL >= 0 if window is None else (behind_NL >= 0) & (behind_NL < window)
-        mask = torch.zeros(count, length, dtype=q_1HND.dtype).masked_fill_(~seen_NL, float("-inf"))
-        groups = q_1HND.shape[1] // k_1KLD.shape[1]
-        if groups > 1:
-            k_1KLD, v_1KLD = (x.repeat_interleave(groups, 1) for x in (k_1KLD, v_1KLD))
-        return dot_product_attention(q_1HND, k_1KLD, v_1KLD, mask, scaling, softcap)
 
     def _decode_mask(self, segment: Segment, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
         """[R, 1, 1, L], or None where every row sees the whole width. The same for all layers of a step."""
@@ -202,6 +159,22 @@ class PagedAttention:
         return self._masks[key]
 
 
+def _chunk(call: AttentionCall) -> torch.Tensor:
+    """The last tokens of one sequence, with all of its keys."""
+    q_1HND, k_1KLD, v_1KLD, scaling, window, softcap, _ = call
+    count, length, groups = q_1HND.shape[2], k_1KLD.shape[2], q_1HND.shape[1] // k_1KLD.shape[1]
+    if count == length and softcap is None and (window is None or window >= length):
+        return F.scaled_dot_product_attention(
+            q_1HND, k_1KLD, v_1KLD, is_causal=True, scale=scaling, enable_gqa=groups > 1
+        )
+    behind_NL = torch.arange(length - count, length)[:, None] - torch.arange(length)
+    seen_NL = behind_NL >= 0 if window is None else (behind_NL >= 0) & (behind_NL < window)
+    mask = torch.zeros(count, length, dtype=q_1HND.dtype).masked_fill_(~seen_NL, float("-inf"))
+    if groups > 1:
+        k_1KLD, v_1KLD = (x.repeat_interleave(groups, 1) for x in (k_1KLD, v_1KLD))
+    return dot_product_attention(call.on(q_1HND, k_1KLD, v_1KLD), mask)
+
+
 class CPURunner:
     """One block is one page: `table[0]` is a sequence's page."""
 
@@ -210,6 +183,7 @@ class CPURunner:
         self.cache = cache
         self.stopper = stopper
         self._settings: tuple[list[Sequence], SamplingBatch] | None = None
+        self._drawn: tuple[list[Sequence], list[int], list[float]] = ([], [], [])
 
     def configure(self, stopper: Stopper, kinds: Kinds) -> None:
         self.stopper = stopper
@@ -218,16 +192,23 @@ class CPURunner:
         """Continue with another module of the same architecture."""
         self.backbone = Backbone(model)
 
-    def step(self, scheduler: Scheduler) -> list[tuple[Sequence, FinishReason]]:
-        """One scheduling iteration; the sequences that finished, and why."""
+    def schedule(self, scheduler: Scheduler) -> Step:
+        """What to compute now; running rows are adjacent in memory."""
         step = scheduler.schedule()
         scheduler.compact(step)
-        samplers, tokens, log_probs = self.forward(step)
-        check_finite(log_probs)
+        return step
+
+    def run(self, scheduler: Scheduler, step: Step) -> None:
+        """One pass, and a token for each sequence that draws."""
+        self._drawn = self.forward(step)
+        check_finite(self._drawn[2])
         scheduler.complete(step)
-        scheduler.stats.drawn_tokens += len(samplers)
+
+    def finished(self, scheduler: Scheduler) -> list[tuple[Sequence, FinishReason]]:
+        """The sequences that ended with the tokens of the last pass, and why."""
+        scheduler.stats.drawn_tokens += len(self._drawn[0])
         ended: list[tuple[Sequence, FinishReason]] = []
-        for sequence, token, log_prob in zip(samplers, tokens, log_probs, strict=True):
+        for sequence, token, log_prob in zip(*self._drawn, strict=True):
             sequence.tokens.append(token)
             sequence.log_probs.append(log_prob)
             newest = len(sequence.tokens) - 1

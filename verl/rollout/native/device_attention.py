@@ -10,13 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
-from verl.models.attention import PackedAttention, choose_backend, varlen_kernel
+from verl.models.attention import AttentionCall, PackedAttention, varlen_attention
 from verl.rollout.native.kv_cache import DeviceCache
 from verl.rollout.native.ops import DecodeInputs, Ops, decode_slots, dot_product_attention
 from verl.rollout.native.scheduler import Chunk
@@ -62,15 +60,13 @@ class PromptAttention:
         slots = self.context_slots
         self._context = None if slots is None else (slots // size, slots % size)
 
-    def attend(
-        self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
-    ) -> torch.Tensor:
-        cache = self.cache.layers[int(module.layer_idx)]  # type: ignore[arg-type]
-        self.ops.write_cache(k[0].transpose(0, 1), v[0].transpose(0, 1), cache, self.slots)
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        cache = self.cache.layers[call.layer]
+        self.ops.write_cache(call.k[0].transpose(0, 1), call.v[0].transpose(0, 1), cache, self.slots)
         if self._context is not None:
             block, offset = self._context
-            k, v = (x[block, :, offset].transpose(0, 1)[None] for x in cache)
-        return self.inner.attend(module, q, k, v, **options)
+            call = call.on(call.q, *(x[block, :, offset].transpose(0, 1)[None] for x in cache))
+        return self.inner.attend(call)
 
 
 _SCORES = 1 << 27
@@ -89,51 +85,24 @@ class ContinuedAttention:
         self._batches: list[_PaddedBatch] | None = None
         self._order_N: torch.Tensor | None = None
 
-    def attend(
-        self,
-        module: nn.Module | None,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        scaling: float | None = None,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-    ) -> torch.Tensor:
-        if sliding_window is not None and sliding_window >= self.lengths.max():
-            sliding_window = None
-        sizes = (q.shape[-1], v.shape[-1])
-        backend = choose_backend(q.is_cuda, q.dtype, sizes, False, sliding_window, softcap)
-        if backend == "varlen":
-            return self.varlen(q, k, v, scaling, sliding_window)
-        return self.padded(q, k, v, scaling, sliding_window, softcap)
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        call = call.within(int(self.lengths.max()))
+        return self.varlen(call) if call.backend(uniform=False) == "varlen" else self.padded(call)
 
-    def varlen(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None, window: int | None
-    ) -> torch.Tensor:
+    def varlen(self, call: AttentionCall) -> torch.Tensor:
         """One call of the flash kernel. Its causal mask is aligned to the end: the last query sees the last key."""
         if self._bounds is None:
             ends = np.stack([self._ends_q, self._ends_k]).astype(np.int32)
             cu_q, cu_k = self._send(torch.from_numpy(np.pad(ends, ((0, 0), (1, 0)))))
             self._bounds = cu_q, cu_k
-        q_NHD, k_TKD, v_TKD = (x[0].transpose(0, 1) for x in (q, k, v))
-        most_q, most_k = int(self.counts.max()), int(self.lengths.max())
         cu_q, cu_k = self._bounds
-        return varlen_kernel()(q_NHD, k_TKD, v_TKD, cu_q, most_q, scaling, window, (cu_k, most_k))[None]
+        return varlen_attention(call, cu_q, int(self.counts.max()), (cu_k, int(self.lengths.max())))
 
-    def padded(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        scaling: float | None,
-        window: int | None,
-        softcap: float | None,
-    ) -> torch.Tensor:
+    def padded(self, call: AttentionCall) -> torch.Tensor:
         """Dense attention over padded batches, where no flash kernel serves: float32, capped scores, no GPU."""
         if self._batches is None or self._order_N is None:
             self._batches, self._order_N = self._make_batches()
-        parts = [batch.attend(q, k, v, scaling, window, softcap) for batch in self._batches]
+        parts = [batch.attend(call) for batch in self._batches]
         return torch.cat(parts).index_select(0, self._order_N)[None]
 
     def _make_batches(self) -> tuple[list[_PaddedBatch], torch.Tensor]:
@@ -169,16 +138,9 @@ class _PaddedBatch:
     positions_PA: torch.Tensor
     _masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
 
-    def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        scaling: float | None,
-        window: int | None,
-        softcap: float | None,
-    ) -> torch.Tensor:
+    def attend(self, call: AttentionCall) -> torch.Tensor:
         """[P * A, H, D]."""
+        (q, k, v), window = call[:3], call.window
         if window not in self._masks:
             key_positions = torch.arange(self.keys_PB.shape[1], device=q.device)
             behind_PAB = self.positions_PA[:, :, None] - key_positions
@@ -190,10 +152,10 @@ class _PaddedBatch:
         k_PHBD, v_PHBD = (x[0][:, self.keys_PB].transpose(0, 1).repeat_interleave(groups, 1) for x in (k, v))
         # Capped scores are written to memory: few chunks at a time keep them small.
         scores = q_PHAD[0, ..., 0].numel() * k_PHBD.shape[2]
-        step = len(q_PHAD) if softcap is None else max(_SCORES // scores, 1)
+        step = len(q_PHAD) if call.softcap is None else max(_SCORES // scores, 1)
         split = [x.split(step) for x in (q_PHAD, k_PHBD, v_PHBD, self._masks[window])]
         parts = [
-            dot_product_attention(part_q, part_k, part_v, mask, scaling, softcap)
+            dot_product_attention(call.on(part_q, part_k, part_v), mask)
             for part_q, part_k, part_v, mask in zip(*split, strict=True)
         ]
         return torch.cat(parts).transpose(1, 2).flatten(0, 1)
@@ -210,19 +172,9 @@ class DecodeAttention:
     def __post_init__(self) -> None:
         self._slots = decode_slots(self.inputs, self.cache.block_size, self.cache.blocks + 1)
 
-    def attend(
-        self,
-        module: nn.Module,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        scaling: float | None = None,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-    ) -> torch.Tensor:
-        cache = self.cache.layers[int(module.layer_idx)]  # type: ignore[arg-type]
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        cache, (q, k, v) = self.cache.layers[call.layer], call[:3]
         self.ops.write_cache(k[0].transpose(0, 1), v[0].transpose(0, 1), cache, self._slots)
-        scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+        scale = q.shape[-1] ** -0.5 if call.scaling is None else call.scaling
         q_MHD = q[0].transpose(0, 1).contiguous()
-        return self.ops.decode_attention(q_MHD, cache, self.inputs, scale, sliding_window, softcap)[None]
+        return self.ops.decode_attention(q_MHD, cache, self.inputs, scale, call.window, call.softcap)[None]

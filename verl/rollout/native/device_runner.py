@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from verl.errors import ConfigError
-from verl.models.graph_recorder import GraphRecorder
+from verl.models.vmm_buffer import GraphRecorder
 from verl.rollout.base import FinishReason, Stopper
 from verl.rollout.native.device_attention import DecodeAttention, PromptAttention
 from verl.rollout.native.device_state import DeviceState, Poll
@@ -90,8 +90,12 @@ class DeviceRunner:
         """Those that are free."""
         self._in_flight = 0
         """Decode steps enqueued since the last poll that was read."""
+        self._steps = 0
+        """Decode steps of the iteration under way."""
         self._drawn = 0
         """Tokens found to be drawn and not yet in the scheduler's stats."""
+        self._ended: list[tuple[Sequence, FinishReason]] = []
+        """Found to have ended and not yet returned by `finished`."""
         self._poll: tuple[list[Row], Poll] | None = None
         self._tables_moved = False
         self.graphs: dict[tuple[int, Kinds | None], torch.cuda.CUDAGraph] = {}
@@ -126,51 +130,62 @@ class DeviceRunner:
         if self.fused is not None:
             self.fused.refresh()
 
-    # One scheduling iteration
+    # One scheduling iteration: schedule, run, finished
 
-    def step(self, scheduler: Scheduler) -> list[tuple[Sequence, FinishReason]]:
-        """Enqueue decode steps and prompt passes; the sequences found to have finished, and why."""
+    def schedule(self, scheduler: Scheduler) -> Step:
+        """The rows to decode and the prompts to compute; preempted rows have left the device."""
         # Tokens of the steps in flight are not known yet; new steps and their blocks come on top of them.
         left = max((row.sequence.max_length - row.sequence.length for row in self.rows), default=0)
-        steps = max(min(LOOKAHEAD, left - self._in_flight), 0)
-        step = scheduler.schedule(lookahead=max(self._in_flight + steps, 1))
-        ended = self._make_free(scheduler, step)
+        self._steps = max(min(LOOKAHEAD, left - self._in_flight), 0)
+        step = scheduler.schedule(lookahead=max(self._in_flight + self._steps, 1))
+        self._make_free(scheduler, step)
         if len(step.decodes) != len(self.rows):
             raise RuntimeError(
                 f"{len(step.decodes)} sequences are to decode and the runner has {len(self.rows)} rows: {scheduler!r}"
             )
-        if step.decodes and steps:
-            self.decode(steps)
-        self._in_flight = steps if step.decodes else 0
-        for _ in range(PROMPT_PASSES - 1):
-            if not step.chunks or step.preempted:
+        return step
+
+    @torch.no_grad()
+    def run(self, scheduler: Scheduler, step: Step) -> None:
+        """Enqueue decode steps of all rows (those that end before are inactive) and prompt passes."""
+        if step.decodes and self._steps:
+            size = graph_batch_size(len(self.rows), self.state.capacity)
+            self._send_tables(size)
+            graph = self._graph(size) if self.use_graphs else None
+            for _ in range(self._steps):
+                if graph is None:
+                    self.decode_step(size)
+                else:
+                    graph.replay()
+        self._in_flight = self._steps if step.decodes else 0
+        for passes_left in reversed(range(PROMPT_PASSES)):
+            if step.chunks:
+                self.prefill(step.chunks)
+            scheduler.complete(step)
+            if not passes_left or not step.chunks or step.preempted:
                 break
-            self._prefill_step(scheduler, step)
             step = scheduler.schedule(lookahead=0)
-            ended += self._make_free(scheduler, step)
-        self._prefill_step(scheduler, step)
+            self._make_free(scheduler, step)
+
+    def finished(self, scheduler: Scheduler) -> list[tuple[Sequence, FinishReason]]:
+        """The sequences found to have finished, and why. What was just enqueued is not waited for."""
         finished = self.poll_finished()
         scheduler.finish_all([sequence for sequence, _ in finished])
         scheduler.stats.drawn_tokens += self._drawn
-        self._drawn = 0
+        ended, self._ended, self._drawn = self._ended, [], 0
         return [*ended, *finished]
 
-    def _make_free(self, scheduler: Scheduler, step: Step) -> list[tuple[Sequence, FinishReason]]:
-        """Before a step runs, preempted rows leave the device and shared blocks are copied. Returns the rows that
-        turned out to have ended: they must not be prefilled again."""
+    def _make_free(self, scheduler: Scheduler, step: Step) -> None:
+        """Before a step runs, preempted rows leave the device and shared blocks are copied. Rows that turn out to have
+        ended must not be prefilled again."""
         # The device runs ahead of the host: a row chosen for preemption may have drawn its end already. Its tokens
         # are fetched now, since its slot and blocks go to others with the next enqueued work.
         ended = self.evict(step.preempted)
         for sequence, _ in ended:
             scheduler.finish(sequence)
+        self._ended += ended
         if step.copies:
             self.cache.copy(step.copies)
-        return ended
-
-    def _prefill_step(self, scheduler: Scheduler, step: Step) -> None:
-        if step.chunks:
-            self.prefill(step.chunks)
-        scheduler.complete(step)
 
     # Prompts
 
@@ -224,18 +239,6 @@ class DeviceRunner:
         self.ops.advance(tokens, log_probs, columns, stop_ids, state.out_tokens, state.out_log_probs)
 
     # Decoding
-
-    @torch.no_grad()
-    def decode(self, steps: int) -> None:
-        """`steps` tokens for every row; rows that end before are inactive."""
-        size = graph_batch_size(len(self.rows), self.state.capacity)
-        self._send_tables(size)
-        graph = self._graph(size) if self.use_graphs else None
-        for _ in range(steps):
-            if graph is None:
-                self.decode_step(size)
-            else:
-                graph.replay()
 
     def _graph(self, size: int) -> torch.cuda.CUDAGraph | None:
         """The step of this size as a graph; None, until the next `refresh`, where it cannot be captured."""

@@ -141,17 +141,10 @@ class DeviceState:
     def settings(self, start: int, end: int, kinds: Kinds) -> SamplingBatch:
         """Views of the sampling columns for rows `start` to `end`."""
         rows = slice(start, end)
-        return SamplingBatch(
-            self.keys[rows],
-            self.temperature[rows],
-            self.top_p[rows],
-            self.top_k[rows],
-            self.min_p[rows],
-            self.penalty[rows],
-            self.raw[rows].bool(),
-            self.greedy[rows].bool(),
-            kinds,
-        )
+        temperature, top_p, min_p, penalty = self.floats[:, rows]
+        keys, top_k = self.keys[rows], self.top_k[rows]
+        raw, greedy = self.raw[rows].bool(), self.greedy[rows].bool()
+        return SamplingBatch(keys, temperature, top_p, top_k, min_p, penalty, raw, greedy, kinds)
 
     def send(self, values: torch.Tensor) -> torch.Tensor:
         """To the device without waiting for it."""

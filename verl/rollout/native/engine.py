@@ -1,9 +1,9 @@
 """The native engine: continuous batching from the trainer's own weights, in the trainer's process.
 
-`poll` applies what was submitted, aborted and released since the last call, then runs scheduling iterations
-(`CPURunner.step`, `DeviceRunner.step`) until something has finished. While requests are outstanding the module is in
-generation mode, with gathered weights; when none is, it is as it was before, and of the KV cache only prefixes that a
-conversation keeps stay, for as long as the weights do not change.
+`poll` applies what was submitted, aborted and released since the last call, then runs scheduling iterations (schedule,
+run, collect what finished) until something has. While requests are outstanding the module is in generation mode, with
+gathered weights; when none is, it is as it was before, and of the KV cache only prefixes that a conversation keeps
+stay, for as long as the weights do not change.
 
 The CPU runner computes prompts and decoding rows in one pass over long pages; the device runner separates them, since
 its decode steps are captured graphs. Both use one scheduler, and the device runner also runs on the CPU (tests).
@@ -21,40 +21,37 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from verl.errors import RolloutError
-from verl.models.rope import position_limit
 from verl.rollout.base import (
     FinishReason,
+    LiveStats,
     Request,
     Response,
-    RolloutEngine,
     RolloutStats,
-    Stopper,
     check_finite,
     check_requests,
-    eos_token_ids,
 )
-from verl.rollout.live_stats import LiveStats
 from verl.rollout.native.device_runner import DeviceRunner
-from verl.rollout.native.kv_cache import CacheLayout, cache_layout
-from verl.rollout.native.scheduler import Scheduler
-from verl.rollout.native.sequence import Sequence, sequences_of
-from verl.rollout.native.session import (
-    CPUSession,
-    DeviceSession,
+from verl.rollout.native.engine_state import (
+    CPUState,
+    EngineState,
+    GPUState,
     Limits,
     uses_graphs,
     weight_signature,
 )
+from verl.rollout.native.kv_cache import CacheLayout, cache_layout
+from verl.rollout.native.scheduler import Scheduler
+from verl.rollout.native.sequence import Sequence, sequences_of
 from verl.rollout.sampling import Kinds
-from verl.rollout.source import as_source, causal_lm, generation_mode, verify
+from verl.rollout.source import ModuleEngine, generation_mode, verify
 
 log = logging.getLogger(__name__)
 
 Command = tuple[Literal["submit", "abort", "release"], Any]
 
 
-class NativeRollout(RolloutEngine):
-    """Generates with the trainer's module itself. `source` is a TrainEngine or a causal language model.
+class NativeRollout(ModuleEngine):
+    """Continuous batching over the module of `source`.
 
     `on_device` chooses the path for devices; None: where the weights are on one. (It also runs on the CPU.) A model is
     compared with its own forward before it generates for the first time, unless `verify` is False."""
@@ -67,11 +64,9 @@ class NativeRollout(RolloutEngine):
         on_device: bool | None = None,
         verify: bool = True,
     ) -> None:
-        self.source = as_source(source)
-        self.tokenizer = tokenizer
+        super().__init__(source, tokenizer)
         self.limits = Limits.of(config)
         self.on_device = on_device
-        self.version = 0
         self._verify = verify
         self._known: tuple[weakref.ref[Any], CacheLayout] | None = None
         """The model that was verified last, and the shape of its cache."""
@@ -80,19 +75,16 @@ class NativeRollout(RolloutEngine):
         self._commands: list[Command] = []
         self._outstanding: dict[str, int] = {}
         """Samples without a response, by request."""
-        self._stopper = Stopper(tokenizer, frozenset())
-        self._vocab_size = 0
-        self._position_limit: tuple[int, str] | None = None
         self._finished: list[Response] = []
         """To be returned by the next `poll`."""
         self._suspended = False
-        """Sequences wait for a session."""
+        """Sequences wait for an engine state."""
         self._stats = RolloutStats()
         self._live: LiveStats | None = LiveStats()
         self._module: ExitStack | None = None
         """Open while requests are outstanding: gathered weights, generation mode."""
         self._model: Any = None
-        self.session: CPUSession | DeviceSession | None = None
+        self.state: EngineState | None = None
         self._scheduler: Scheduler | None = None
         self._cached_weights: Any = None
         """`_weight_state` of the weights that the cache was computed with."""
@@ -138,13 +130,8 @@ class NativeRollout(RolloutEngine):
         )
 
     def _read_model(self) -> None:
-        """What `submit` checks requests against."""
-        with self.source.structure() as module:
-            model = causal_lm(module)
-            self._stopper = Stopper(self.tokenizer, eos_token_ids(model, self.tokenizer))
-            self._vocab_size = int(model.get_input_embeddings().num_embeddings)
-            self._position_limit = position_limit(model)
-            self.limits.check_dtype(self.source.dtype)
+        super()._read_model()
+        self.limits.check_dtype(self.source.dtype)
 
     def _check(self, requests: list[Request]) -> None:
         lengths = [x for x in (self.limits.max_model_len, self.limits.cache_tokens) if x is not None]
@@ -163,15 +150,18 @@ class NativeRollout(RolloutEngine):
         try:
             while True:
                 self._apply_commands()
-                if not self._finished and self._scheduler is not None and not self._scheduler.idle:
+                if not self._finished:
+                    if self._scheduler is None or self._scheduler.idle:
+                        break
                     self._open_module()
-                    assert self.session is not None
-                    self._answer(self.session.runner.step(self._scheduler))
+                    assert self.state is not None
+                    runner, scheduler = self.state.runner, self._scheduler
+                    step = runner.schedule(scheduler)
+                    runner.run(scheduler, step)
+                    self._answer(runner.finished(scheduler))
                     self._note_refused_graph()
                     if self._live is not None:
                         self._live.write(self.stats)
-                elif not self._finished:
-                    break
                 if self._finished or (deadline is not None and time.monotonic() >= deadline):
                     break
             return self._hand_out()
@@ -195,12 +185,12 @@ class NativeRollout(RolloutEngine):
         return responses
 
     def _become_idle(self) -> None:
-        """Restore the module and drop the KV cache, except kept prefixes and a device's session with its graphs."""
+        """Restore the module and drop the KV cache, except kept prefixes and a device's state with its graphs."""
         self._close_module()
         if self._scheduler is not None and not self._scheduler.blocks.kept:
             self._scheduler = None
-            if isinstance(self.session, CPUSession):
-                self.session = None
+            if isinstance(self.state, CPUState):
+                self.state = None
 
     def _apply_commands(self) -> None:
         """In the order they came: what is aborted or released after being submitted never starts."""
@@ -229,7 +219,7 @@ class NativeRollout(RolloutEngine):
         if self._scheduler is not None:
             named = [s for s in self._scheduler.everything() if s.request.request_id in request_ids]
             # A row whose end was drawn on the device is finished, not cut off.
-            ended = self.session.runner.evict(named) if self.session is not None else []
+            ended = self.state.runner.evict(named) if self.state is not None else []
             self._answer(ended)
             done = {id(sequence) for sequence, _ in ended}
             for sequence in named:
@@ -247,46 +237,43 @@ class NativeRollout(RolloutEngine):
     # The module, the cache and the runner
 
     def _prepare(self, arrived: list[Sequence]) -> None:
-        """A session that serves what is outstanding and what has arrived.
+        """A state that serves what is outstanding and what has arrived.
 
-        When they outgrow a session at work, its rows are preempted, which loses nothing but time, and continue in a
+        When they outgrow a state at work, its rows are preempted, which loses nothing but time, and continue in a
         larger one; kept prefixes are lost, as when memory is short."""
         self._open_module()
         unfinished = [] if self._scheduler is None else self._scheduler.everything()
         requests = list({id(s.request): s.request for s in [*unfinished, *arrived]}.values())
-        last, busy = self.session, bool(unfinished)
+        last, busy = self.state, bool(unfinished)
         if not requests:
             return
         if last is not None and last.serves(self._model, requests, busy):
-            session = last
-            session.runner.configure(self._stopper, Kinds.of([request.sampling for request in requests]))
+            state = last
+            state.runner.configure(self._stopper, Kinds.of([request.sampling for request in requests]))
         else:
             self._suspend()
-            self.session = None
+            self.state = None
             stream = busy or any(request.prefix_id is not None for request in requests)
-            self.session = session = self._build_session(last, requests, stream)
-        if self._scheduler is None or session is not last:
-            scheduler = session.scheduler(self._stats)
+            self.state = state = self._build_state(last, requests, stream)
+        if self._scheduler is None or state is not last:
+            scheduler = state.scheduler(self._stats)
             if self._scheduler is not None:
                 scheduler.add(self._scheduler.waiting)
             self._scheduler = scheduler
         self._scheduler.add(arrived)
         self._suspended = False
 
-    def _build_session(
-        self, last: CPUSession | DeviceSession | None, requests: list[Request], stream: bool
-    ) -> CPUSession | DeviceSession:
-        model = self._model
-        on_device, layout = self._uses_device(model), self._layout(model)
-        if not on_device:
-            return CPUSession(model, layout, requests, self.limits, self._stopper, stream)
+    def _build_state(self, last: EngineState | None, requests: list[Request], stream: bool) -> EngineState:
+        model, layout = self._model, self._layout(self._model)
+        if not self._uses_device(model):
+            return CPUState(model, layout, requests, self.limits, self._stopper, stream)
         sizes = None
-        if isinstance(last, DeviceSession):
+        if isinstance(last, GPUState):
             sizes = last.sizes
             last.release()  # the new one may need its memory
-        session = DeviceSession(model, layout, requests, self.limits, self._stopper, stream, sizes)
-        session.runner.use_graphs = self._allows_graphs(session)
-        return session
+        state = GPUState(model, layout, requests, self.limits, self._stopper, stream, sizes)
+        state.runner.use_graphs = self._allows_graphs(state)
+        return state
 
     def _open_module(self) -> None:
         """Enter generation mode, with the weights of now. A cache computed with others is not used."""
@@ -301,18 +288,18 @@ class NativeRollout(RolloutEngine):
         if self._scheduler is not None and weights != self._cached_weights:
             self._scheduler.set_version(self.version)
         self._cached_weights = weights
-        session = self.session
-        if session is None:
+        state = self.state
+        if state is None:
             return
-        if (session.layout, session.device) != (layout, model.get_input_embeddings().weight.device):
+        if (state.layout, state.device) != (layout, model.get_input_embeddings().weight.device):
             self._suspend()
-            self.session = None
+            self.state = None
             return
-        if session.signature != weight_signature(model):
-            session.signature = weight_signature(model)
-            session.runner.rebind(model)
-        if isinstance(session, DeviceSession):
-            session.runner.refresh(self._allows_graphs(session))
+        if state.signature != weight_signature(model):
+            state.signature = weight_signature(model)
+            state.runner.rebind(model)
+        if isinstance(state, GPUState):
+            state.runner.refresh(self._allows_graphs(state))
 
     def _close_module(self) -> None:
         module, self._module, self._model = self._module, None, None
@@ -321,8 +308,8 @@ class NativeRollout(RolloutEngine):
 
     def _suspend(self) -> None:
         """Every running sequence waits again, with the tokens it has; nothing of the cache is used any more."""
-        if self._scheduler is not None and self.session is not None:
-            self._finish(self.session.runner.evict(list(self._scheduler.running)))
+        if self._scheduler is not None and self.state is not None:
+            self._finish(self.state.runner.evict(list(self._scheduler.running)))
             self._scheduler.preempt_all()
             self._scheduler.blocks.invalidate()
             self._suspended = not self._scheduler.idle
@@ -338,7 +325,7 @@ class NativeRollout(RolloutEngine):
             self._commands, self._finished = [], []
             self._outstanding.clear()
             self._suspended = False
-            self._scheduler = self.session = None
+            self._scheduler = self.state = None
             self._close_module()
 
     def _uses_device(self, model: Any) -> bool:
@@ -363,14 +350,14 @@ class NativeRollout(RolloutEngine):
         parameters = [p for p in self._model.parameters() if not p.is_inference()]
         return (self.version, self.source.version, [(p.data_ptr(), p._version) for p in parameters])
 
-    def _allows_graphs(self, session: DeviceSession) -> bool:
+    def _allows_graphs(self, state: GPUState) -> bool:
         refused = self.graphs_refused is not None and self.graphs_refused[0] == self.version
-        return uses_graphs(session.device, self.limits) and not refused
+        return uses_graphs(state.device, self.limits) and not refused
 
     def _note_refused_graph(self) -> None:
         """A step that cannot be captured runs without graphs until the next weight update, when it is tried again: the
         cause may have been temporary. The same cause is logged once."""
-        runner = self.session.runner if self.session is not None else None
+        runner = self.state.runner if self.state is not None else None
         if not isinstance(runner, DeviceRunner) or runner.graph_error is None:
             return
         error, runner.graph_error = runner.graph_error, None
@@ -389,13 +376,11 @@ class NativeRollout(RolloutEngine):
 
         Running sequences keep the keys and values they have, or are prefilled again (`recompute_kv_cache`); nothing
         else of the cache is used again."""
-        if source is not None:
-            self.source = as_source(source)
-        self.version = version
+        super().update_weights(source, version)
         if self.limits.recompute_kv_cache:
             self._suspend()
-        elif self._scheduler is not None and self.session is not None:
-            self._finish(self.session.runner.settle())
+        elif self._scheduler is not None and self.state is not None:
+            self._finish(self.state.runner.settle())
         if self._scheduler is not None:
             self._scheduler.set_version(version)
         # The next poll enters again: weights gathered from shards are those of the moment they were gathered.
@@ -405,8 +390,8 @@ class NativeRollout(RolloutEngine):
         """Free the cache. Captured graphs stay, where it can be restored at its address."""
         self._suspend()
         self._close_module()
-        if self.session is not None and not self.session.sleep():
-            self.session = None
+        if self.state is not None and not self.state.sleep():
+            self.state = None
         if self._scheduler is not None and self._scheduler.idle:
             self._scheduler = None
 

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from verl.models.float32 import FAULTS, first_line
 from verl.models.introspection import backbone_of
-from verl.models.packability import attention_calls, attention_fault
+from verl.models.packability import FAULTS, attention_calls, attention_fault, first_line
 from verl.models.vmm_buffer import VMMBuffer, reserve
 from verl.rollout.native.block_manager import Copy
 from verl.rollout.source import cannot_generate

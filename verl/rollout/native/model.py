@@ -145,8 +145,7 @@ class Fp8Weight:
             start += layer.out_features
 
     def product(self, ops: Ops, x: torch.Tensor) -> torch.Tensor:
-        rows, row_scales = ops.quantise_rows(x)
-        out = ops.scaled_product(rows, row_scales, self.values, self.scales, x.dtype)
+        out = ops.scaled_product(ops.quantise_rows(x), (self.values, self.scales), x.dtype)
         return out if self.bias is None else out + self.bias
 
 

@@ -15,13 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from verl.models.attention import AttentionCall
 from verl.rollout.sampling import invert_cdf, uniform
 
 FP8_TYPE = torch.float8_e4m3fn
 FP8_MAX = 448.0
 
 Pair = tuple[Tensor, Tensor]
-"""Keys and values of a layer's cache, or cosine and sine by position."""
+"""Keys and values of a layer's cache, cosine and sine by position, or numbers and their scales."""
 Norms = tuple[Tensor, Tensor, float] | None
 """Weights of the per-head norms of queries and keys, and their epsilon."""
 
@@ -49,15 +50,9 @@ def decode_slots(rows: DecodeInputs, block_size: int, blocks: int) -> Tensor:
     return torch.where(active, block, blocks - 1) * block_size + positions % block_size
 
 
-def dot_product_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    scaling: float | None,
-    softcap: float | None,
-) -> Tensor:
+def dot_product_attention(call: AttentionCall, mask: Tensor | None) -> Tensor:
     """SDPA, or its plain form where scores are capped."""
+    q, k, v, scaling, _, softcap, _ = call
     if softcap is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
     scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scaling is None else scaling)
@@ -91,16 +86,9 @@ class TorchOps:
         scales = x.float().abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / FP8_MAX
         return (x.float() / scales).clamp(-FP8_MAX, FP8_MAX).to(FP8_TYPE), scales
 
-    def scaled_product(
-        self,
-        x: Tensor,
-        x_scales: Tensor,
-        weight: Tensor,
-        weight_scales: Tensor,
-        dtype: torch.dtype,
-    ) -> Tensor:
+    def scaled_product(self, x: Pair, weight: Pair, dtype: torch.dtype) -> Tensor:
         """e4m3 [M, K] and [N, K] with scales [M, 1] and [1, N] -> [M, N]."""
-        return ((x.float() @ weight.float().t()) * x_scales * weight_scales).to(dtype)
+        return ((x[0].float() @ weight[0].float().t()) * x[1] * weight[1]).to(dtype)
 
     def rotary_cache(
         self, qkv: Tensor, cache: Pair, rope: Pair, rows: DecodeInputs, heads: int, norms: Norms
@@ -226,17 +214,9 @@ class TritonOps:
             return self._linear.joined_linear(x, weights, joined)
         return _side_by_side(x, layers)
 
-    def scaled_product(
-        self,
-        x: Tensor,
-        x_scales: Tensor,
-        weight: Tensor,
-        weight_scales: Tensor,
-        dtype: torch.dtype,
-    ) -> Tensor:
+    def scaled_product(self, x: Pair, weight: Pair, dtype: torch.dtype) -> Tensor:
         # The device's product with a scale per row gives bfloat16 only.
-        out = torch._scaled_mm(x, weight.t(), x_scales, weight_scales, out_dtype=torch.bfloat16)
-        return out.to(dtype)
+        return torch._scaled_mm(x[0], weight[0].t(), x[1], weight[1], out_dtype=torch.bfloat16).to(dtype)
 
     def gated_linear(self, x: Tensor, gate: nn.Linear, up: nn.Linear) -> Tensor:
         if x.shape[1] <= SMALL and gate.bias is None and up.bias is None:

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from enum import Enum
 
-from verl.rollout.base import FinishReason, Request, Response
+from verl.rollout.base import FinishReason, Request, Response, VersionLog
 from verl.rollout.sampling import sequence_key
-from verl.rollout.versions import VersionLog
 
 
 class Status(Enum):
@@ -22,26 +21,6 @@ class Status(Enum):
 
 class Sequence:
     """`table` lists the cache blocks of its first tokens; `chain` the content ids of its full hash blocks."""
-
-    __slots__ = (
-        "chain",
-        "computed",
-        "decoding",
-        "key",
-        "log_probs",
-        "max_length",
-        "on_device",
-        "prompt_length",
-        "request",
-        "resumed_length",
-        "sample",
-        "siblings",
-        "stale",
-        "status",
-        "table",
-        "tokens",
-        "versions",
-    )
 
     def __init__(self, request: Request, sample: int, version: int) -> None:
         partial = request.partial[sample] if request.partial else ()

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from verl.errors import RolloutError, TrainingHalted
-from verl.models.lora import ADAPTER
+from verl.models.lora import name_in_file
 from verl.models.weight_source import Adapter, NamedTensors
-from verl.rollout.external_engine import ExternalRollout
-from verl.rollout.external_sample import Sample
+from verl.rollout.external_engine import ExternalRollout, Sample
 from verl.rollout.vllm.settings import engine_arguments
 from verl.rollout.weight_sync.fingerprint import Manifest, compare, fingerprint
 from verl.rollout.weight_sync.shared_memory import SharedMemorySender
@@ -125,9 +124,7 @@ def write_adapter(adapter: Adapter, folder: Path) -> None:
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {
-        _name_in_file(name): t.detach().cpu().contiguous().clone() for name, t in adapter.named_tensors
-    }
+    weights = {name_in_file(name): t.detach().cpu().contiguous().clone() for name, t in adapter.named_tensors}
     save_file(weights, folder / _ADAPTER_FILE, metadata={"format": "pt"})
     adapter.config.save_pretrained(folder)
 
@@ -136,13 +133,9 @@ def read_adapter(folder: Path, sent: Manifest) -> Manifest:
     """Fingerprints of a written adapter, under the names it was `sent` with."""
     from safetensors.torch import load_file
 
-    names = {_name_in_file(name): name for name in sent}
+    names = {name_in_file(name): name for name in sent}
     tensors = load_file(folder / _ADAPTER_FILE)
     return Manifest({names.get(key, key): fingerprint(tensor) for key, tensor in tensors.items()})
-
-
-def _name_in_file(name: str) -> str:
-    return f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}"
 
 
 def check_report(report: dict[str, Any], version: int) -> None:

@@ -14,22 +14,26 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from verl.errors import RESUME, EngineLost, RolloutError
-from verl.models.weight_source import NamedTensors
+from verl.models.weight_source import NamedTensors, WeightSource
 from verl.processes import describe, is_alive, start_time
 from verl.rollout.base import FinishReason, Response
-from verl.rollout.external_sample import Sample
+from verl.rollout.external_engine import Sample, require_engine
 from verl.rollout.stale_files import remember_files
 from verl.rollout.vllm.base import VLLMBase
 from verl.rollout.vllm.settings import SOCKET_FOLDER, host_environment, sampling_arguments, set_environment
 from verl.runtime import environment
 from verl.watchdog import EngineWatchdog
+
+if TYPE_CHECKING:
+    from verl.config.schema import RolloutConfig
 
 _HIDDEN = ("model", "load_format", "worker_extension_cls", "skip_tokenizer_init", "generation_config")
 _SYNC = "the weight sync"
@@ -271,3 +275,15 @@ def destroy_process_groups() -> None:
 
     destroy_model_parallel()
     destroy_distributed_environment()
+
+
+def build_vllm(
+    source: WeightSource, tokenizer: Any, config: RolloutConfig, *, watchdog_s: float, run_folder: Path | None
+) -> VLLMBase:
+    """The engine in this process, or (`rollout.mode=server`) behind its server."""
+    require_engine("vllm")
+    if config.mode == "server":
+        from verl.rollout.vllm.server import VLLMServerRollout
+
+        return VLLMServerRollout(source, tokenizer, config, watchdog_s=watchdog_s, run_folder=run_folder)
+    return VLLMRollout(source, tokenizer, config, watchdog_s=watchdog_s, run_folder=run_folder)

@@ -12,8 +12,8 @@ from collections.abc import Generator
 from typing import Any
 
 from verl.processes import group_members
-from verl.rollout.external_sample import Sample
-from verl.rollout.http_server import Chunk, ServerRollout
+from verl.rollout.external_engine import Sample
+from verl.rollout.server_engine import Chunk, ServerRollout
 from verl.rollout.stale_files import remember_files
 from verl.rollout.vllm.base import VLLMBase
 from verl.rollout.vllm.settings import SERVER_ENVIRONMENT, SOCKET_FOLDER, host_environment, sampling_arguments

@@ -13,7 +13,7 @@ from verl.errors import ConfigError
 from verl.processes import start_time
 from verl.rollout.base import SamplingParams
 from verl.rollout.external_engine import engine_kwargs
-from verl.rollout.model_info import ModelInfo
+from verl.rollout.source import ModelInfo
 
 if TYPE_CHECKING:
     from verl.config.schema import RolloutConfig

@@ -20,7 +20,7 @@ from torch import nn
 from verl.errors import RolloutError, TrainingHalted
 from verl.models.weight_source import Adapter, NamedTensors, Names, WeightSource
 from verl.rollout.base import Request, Response, RolloutEngine
-from verl.rollout.model_info import ModelInfo
+from verl.rollout.source import ModelInfo
 from verl.rollout.weight_sync.buckets import (
     BUCKET_BYTES,
     Header,

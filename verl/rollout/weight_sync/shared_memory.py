@@ -85,9 +85,8 @@ class SharedMemorySender:
             assert self._buffer is not None
             pack(bucket, self._buffer)
             if device.type == "cuda":
-                torch.cuda.synchronize(
-                    device
-                )  # other processes read what has been written, not what is queued
+                # Other processes read what has been written, not what is queued.
+                torch.cuda.synchronize(device)
             for connection in self._connections:
                 self._send_line(connection, [header, self._handle(self._buffer) if new else None])
             for connection in self._connections:
@@ -150,11 +149,8 @@ class SharedMemorySender:
 
     def _handle(self, buffer: torch.Tensor) -> Any:
         """How another process opens the buffer; a new handle for each, since CUDA counts the openings."""
-        return (
-            _ipc_handle(buffer)
-            if buffer.is_cuda
-            else [str(self.folder / f"bucket{self._files}"), buffer.numel()]
-        )
+        path = str(self.folder / f"bucket{self._files}")
+        return _ipc_handle(buffer) if buffer.is_cuda else [path, buffer.numel()]
 
 
 def _acknowledged(connection: socket.socket) -> None:

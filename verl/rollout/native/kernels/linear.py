@@ -2,7 +2,7 @@
 """Small matrix products in one kernel instead of several: query/key/value, and gate/up with the activation.
 
 The weights stay where the module has them; a program finds out from its id which of them it reads. They may have
-another type than the input, which decides the precision (`verl.models.float32` widens inputs only). Worth it
+another type than the input, which decides the precision (`float32_arithmetic` widens inputs only). Worth it
 for small models, where a product takes little longer than its launch; large ones use the vendor's library.
 """
 

@@ -29,9 +29,8 @@ from verl.config.masking import mask_text
 from verl.errors import RESUME, ConfigError, EngineLost, RolloutError
 from verl.processes import describe, die_with_parent, group_members
 from verl.rollout.base import FinishReason, Response
-from verl.rollout.external_engine import ExternalRollout
-from verl.rollout.external_sample import Sample
-from verl.rollout.model_info import ModelInfo
+from verl.rollout.external_engine import ExternalRollout, Sample
+from verl.rollout.source import ModelInfo
 from verl.watchdog import POLL_S, EngineWatchdog
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from verl.errors import EngineLost
-from verl.rollout.http_server import ServerProcess, log_errors
+from verl.rollout.server_engine import ServerProcess, log_errors
 
 CAUSE = "RuntimeError: Unsupported CPU attention configuration: head_dim=16"
 AFTERWARDS = (

@@ -1,9 +1,9 @@
 """The KV cache and the runner for a set of requests, and how large they are.
 
-On a device captured graphs are worth keeping: a session is used again while the requests fit; otherwise a new one is
+On a device captured graphs are worth keeping: a state is used again while the requests fit; otherwise a new one is
 built, a quarter larger than necessary and large enough for what the last one served, so that training and validation in
 turn soon find one that suits both. A stream of requests (some arrive while others run, or continue conversations) gets
-a session as large as the limits and the memory allow.
+a state as large as the limits and the memory allow.
 
 Cache and weights together stay below `gpu_memory_utilization` of the device.
 """
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 BLOCK_SIZE = 16
 """Tokens of a block on a device, and of a hash block of a CPU page."""
 STREAM_GROWTH = 4
-"""Sequences of a stream may become this many times longer than its first ones before the session has to grow, where
+"""Sequences of a stream may become this many times longer than its first ones before the state has to grow, where
 `max_model_len` is not set."""
 
 
@@ -103,7 +103,30 @@ def _require_capacity(needed: int, tokens: int) -> None:
         )
 
 
-class CPUSession:
+class EngineState:
+    """A KV cache and the runner over it, for requests of some sizes."""
+
+    runner: CPURunner | DeviceRunner
+
+    def __init__(self, model: Any, layout: CacheLayout, limits: Limits) -> None:
+        self.limits, self.layout = limits, layout
+        self.device = model.get_input_embeddings().weight.device
+        self.signature = weight_signature(model)
+
+    def serves(self, model: Any, requests: list[Request], busy: bool) -> bool:
+        """Whether these requests fit. While rows run (`busy`), memory that became free is no reason to start again."""
+        raise NotImplementedError
+
+    def scheduler(self, stats: RolloutStats) -> Scheduler:
+        """An empty one over an empty cache."""
+        raise NotImplementedError
+
+    def sleep(self) -> bool:
+        """Release the cache's memory; False where it cannot be restored at its address."""
+        return False
+
+
+class CPUState(EngineState):
     """Pages and runner on the CPU."""
 
     def __init__(
@@ -115,23 +138,18 @@ class CPUSession:
         stopper: Stopper,
         stream: bool,
     ) -> None:
+        super().__init__(model, layout, limits)
         tokens = memory_tokens(layout, limits, torch.device("cpu"))
-        needed = longest(requests)
         sequences = min(sum(r.n for r in requests), limits.max_num_seqs) + 1
-        page_size = -(-needed // BLOCK_SIZE) * BLOCK_SIZE
+        page_size = -(-longest(requests) // BLOCK_SIZE) * BLOCK_SIZE
         _require_capacity(page_size, tokens)
         if stream:
             most = min(limits.max_model_len or STREAM_GROWTH * page_size, tokens // sequences)
             page_size = max(page_size, -(-most // BLOCK_SIZE) * BLOCK_SIZE)
             sequences = limits.max_num_seqs + 1
-        self.limits = limits
-        self.layout = layout
-        self.device = model.get_input_embeddings().weight.device
-        self.page_size = page_size
-        self.most_pages = tokens // page_size
+        self.page_size, self.most_pages = page_size, tokens // page_size
         self.pages = min(sequences, self.most_pages)
-        self.signature = weight_signature(model)
-        self.runner = CPURunner(model, PageCache(self.pages, page_size), stopper)
+        self.runner: CPURunner = CPURunner(model, PageCache(self.pages, page_size), stopper)
 
     def serves(self, model: Any, requests: list[Request], busy: bool) -> bool:
         sequences = min(sum(r.n for r in requests), self.limits.max_num_seqs) + 1
@@ -142,9 +160,6 @@ class CPUSession:
         rows = min(self.limits.max_num_seqs, budget)
         blocks = BlockManager(self.pages, self.page_size, BLOCK_SIZE)
         return Scheduler(blocks, rows, budget, prefix_in_same_step=False, stats=stats)
-
-    def sleep(self) -> bool:
-        return False
 
 
 @dataclass(frozen=True)
@@ -205,8 +220,8 @@ class Sizes:
         )
 
 
-class DeviceSession:
-    """Cache, state and runner on a device."""
+class GPUState(EngineState):
+    """Cache, rows and runner on a device."""
 
     def __init__(
         self,
@@ -218,31 +233,27 @@ class DeviceSession:
         stream: bool,
         last: Sizes | None = None,
     ) -> None:
-        device = model.get_input_embeddings().weight.device
+        super().__init__(model, layout, limits)
+        device = self.device
         if limits.fp8:
             require_fp8_device(device)
-        self.limits = limits
-        self.layout = layout
-        self.device = device
         tokens = memory_tokens(layout, limits, device)
         _require_capacity(longest(requests), tokens)
         self.most_blocks = tokens // BLOCK_SIZE
         rows = graph_batch_size(min(limits.max_num_seqs, limits.max_num_batched_tokens), 1 << 30)
         needed = Sizes.of(requests, limits, stopper, self.most_blocks)
         self.sizes = needed.grown(last, self.most_blocks, limits.max_model_len, rows if stream else 0)
-        log.debug("new session on %s: %s for %s", device, self.sizes, needed)
-        self.signature = weight_signature(model)
+        log.debug("new state on %s: %s for %s", device, self.sizes, needed)
         self.cache = DeviceCache(layout, self.sizes.blocks, BLOCK_SIZE, device)
         table_width = -(-self.sizes.length // BLOCK_SIZE) + 1
         state = DeviceState(self.sizes.rows, self.sizes.width, table_width, self.sizes.stops, device)
         ops: Ops = TritonOps() if device.type == "cuda" else TorchOps()
         kinds = Kinds.of([request.sampling for request in requests])
-        self.runner = DeviceRunner(
+        self.runner: DeviceRunner = DeviceRunner(
             model, self.cache, state, ops, stopper, kinds, self.sizes.length, limits.fp8
         )
 
     def serves(self, model: Any, requests: list[Request], busy: bool) -> bool:
-        """Whether these requests fit. While rows run, memory that became free is no reason to start again."""
         most = self.most_blocks
         if not busy:
             most = memory_tokens(self.layout, self.limits, self.device, self.cache.bytes) // BLOCK_SIZE
@@ -253,7 +264,7 @@ class DeviceSession:
         )
 
     def release(self) -> None:
-        """Free the cache, the graphs and the fp8 copies now, even while references to this session are left."""
+        """Free the cache, the graphs and the fp8 copies now, even while references to this state are left."""
         del self.cache, self.runner
 
     def scheduler(self, stats: RolloutStats) -> Scheduler:
@@ -263,7 +274,6 @@ class DeviceSession:
         return Scheduler(blocks, rows, budget, keep_free=self.cache.blocks // 100, stats=stats)
 
     def sleep(self) -> bool:
-        """Release the cache's memory; False where it cannot be restored at its address."""
         return self.cache.sleep()
 
 
