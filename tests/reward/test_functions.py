@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import os
@@ -13,7 +14,8 @@ import pytest
 
 from verl.errors import RewardError
 from verl.json_input import check_nesting
-from verl.reward.base import RewardSample
+from verl.reward import scoring
+from verl.reward.base import RewardResult, RewardSample
 from verl.reward.functions import (
     FunctionSpec,
     RewardFunction,
@@ -23,7 +25,11 @@ from verl.reward.functions import (
     signature_of,
     spec_of,
 )
-from verl.reward.scoring import InProcessBackend, interpret, interpret_batch, plain, score
+from verl.reward.scoring import InProcessBackend, interpret, interpret_batch, plain
+
+
+def score(function: RewardFunction, samples: list[RewardSample]) -> list[RewardResult]:
+    return asyncio.run(scoring.score(function, samples))
 
 
 def sample(index: int = 3, response: str = "four", **fields) -> RewardSample:

@@ -11,8 +11,8 @@ import pytest
 from verl.config.schema import RewardConfig
 from verl.errors import RewardError
 from verl.reward import RewardManager, RewardResult, RewardSample, build_reward_manager
+from verl.reward.base import PendingCalls
 from verl.reward.managers import NoRewards, require_streaming, supports_streaming
-from verl.reward.pending import PendingCalls
 
 WAIT_S = 600.0
 GATED = """

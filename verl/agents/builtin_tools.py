@@ -1,6 +1,6 @@
 """Tools that `verl tool-server` brings: Python in the sandbox, a calculator, search in a folder of texts.
 
-They run in tool processes (`tool_host.py`), which are killed when a call exceeds its time.
+They run in tool processes (`tool_processes.py`), which are killed when a call exceeds its time.
 """
 
 from __future__ import annotations

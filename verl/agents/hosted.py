@@ -134,7 +134,9 @@ async def finished(value: Any) -> Any:
     """A value, or that of a coroutine."""
     if not inspect.isawaitable(value):
         return value
-    await asyncio.sleep(0)  # the first step of a request runs outside the event loop (`tool_host.py`)
+    await asyncio.sleep(
+        0
+    )  # the first step of a request runs outside the event loop (`verl.user_process.Steps`)
     return await value
 
 

@@ -20,8 +20,7 @@ from typing import Any
 from verl import http_server
 from verl.agents.base import Schema, ToolCall, ToolFailed
 from verl.agents.builtin_tools import builtin_spec, python_within
-from verl.agents.tool_host import Target
-from verl.agents.tool_processes import ToolProcesses
+from verl.agents.tool_processes import Target, ToolProcesses
 from verl.config.sections.reward import SandboxConfig
 from verl.errors import ConfigError, RewardError
 from verl.json_input import parse_json

@@ -1,38 +1,178 @@
 """Tools, environments and users written in Python, in processes that can be killed.
 
 A call that misses its deadline, crashes, exits or floods its output costs only itself, or the one environment it
-belongs to: the process is killed with whatever it started, and the call is answered with a text for the model. Nothing
-that comes out of a tool is unpickled. All coroutines belong to one event loop, whose thread must live on until `close`:
-the kernel ends the processes with it.
+belongs to: the process is killed with whatever it started, and the call is answered with a text for the model. The
+processes are forked from one that has imported what the user wrote. All coroutines belong to one event loop, whose
+thread must live on until `close`: the kernel ends the processes with it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import importlib
 import logging
 import pickle
+import random
+import socket
+import sys
+import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, get_args
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, get_args
 from weakref import WeakValueDictionary
 
 from verl.agents.base import FailureKind, Message, ToolCall, ToolFailed, ToolsLost
-from verl.agents.hosted import Called, as_reward
-from verl.agents.tool_host import ForkServer, Target, ToolProcess
-from verl.agents.tools import HostedInfo
-from verl.errors import RESUME, ConfigError
+from verl.agents.builtin_tools import load_builtin
+from verl.agents.hosted import Called, Hosted, as_reward
+from verl.agents.tools import HostedFactory, HostedInfo, load_environment, load_tools, load_user
+from verl.errors import RESUME, ConfigError, VerlError
+from verl.user_code import error_line
+from verl.user_process import Connection, PythonProcess, Service
 
 MAX_WORKERS = 256
 """Processes that run plain functions, at most; a call waits for one."""
 MAX_SESSIONS = 256
 """Conversations that have processes of their own, at most; the next one waits for the end of another."""
+MAX_RESULT = 1 << 20
+"""Characters of a result that are kept, half of them from its end."""
+_MAX_ERROR = 1000
+_START_LIMIT_S = 600.0
 _CLOSE_S = 5.0
 _MAX_RESTARTS = 3
 _FORKS_AHEAD = 16  # the socket's buffer has room for so many
 _SHOWN_FAILURES = 20
 
 _log = logging.getLogger(__name__)
+_output_log = logging.getLogger("verl.agents.output")
+
+
+@dataclass(frozen=True)
+class Target:
+    """What to import."""
+
+    kind: Literal["builtin", "tools", "environment", "user"]
+    spec: str
+
+
+# ---- in the processes
+
+
+def serve_targets(targets: Sequence[Target]) -> Service:
+    """Import every target. The description is of each factory the number of its target and its HostedInfo; requests are
+    (number of the factory, method of `Hosted`, its arguments, a seed or None), and ("close") ends the process."""
+    loaded: list[tuple[int, HostedFactory]] = []
+    load = {"builtin": load_builtin, "tools": load_tools, "user": load_user}
+    for number, target in enumerate(targets):
+        environment = target.kind == "environment"
+        factories = load_environment(target.spec) if environment else [load[target.kind](target.spec)]
+        loaded += [(number, factory) for factory in factories]
+    if threading.active_count() > 1:
+        names = ", ".join(thread.name for thread in threading.enumerate()[1:])
+        sys.stderr.write(
+            f"Importing the tools started threads ({names}); forked processes do not have them. Start them in a call.\n"
+        )
+    importlib.import_module("jsonschema")  # or every process would, in its first call
+    if "numpy" in sys.modules:
+        importlib.import_module("numpy.random")
+    hosted: dict[int, Hosted] = {}  # every forked process fills its own
+
+    async def answer(
+        number: int, method: str, arguments: tuple[Any, ...], seed: int | None
+    ) -> dict[str, Any]:
+        if method == "close":
+            if number in hosted:
+                await hosted[number].close()
+            raise SystemExit(0)
+        if seed is not None:
+            _seed(seed)
+        try:
+            if number not in hosted:
+                hosted[number] = loaded[number][1].create()
+            return {"result": _cut(await getattr(hosted[number], method)(*arguments))}
+        except (Exception, asyncio.CancelledError) as error:  # sys.exit ends the process
+            kind = error.kind if isinstance(error, ToolFailed) else ""
+            return {"error": _describe(error), "kind": kind, "where": error_line(error)}
+
+    return Service(answer, [[number, asdict(factory.info)] for number, factory in loaded])
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed(seed & 0xFFFFFFFF)
+
+
+def _describe(error: BaseException) -> str:
+    try:
+        text = error.text if isinstance(error, ToolFailed) else f"{type(error).__name__}: {error}"
+    except Exception:  # a user's __str__ may raise anything
+        text = type(error).__name__
+    return text if len(text) <= _MAX_ERROR else text[:_MAX_ERROR] + " ..."
+
+
+def _cut(value: Any) -> Any:
+    if isinstance(value, tuple):  # of a call, with its reward
+        return [_cut(each) for each in value]
+    if isinstance(value, str) and len(value) > MAX_RESULT:
+        half = MAX_RESULT // 2
+        return f"{value[:half]}\n[{len(value) - MAX_RESULT} characters left out]\n{value[-half:]}"
+    return value
+
+
+# ---- the trainer's end
+
+
+class ToolProcess(Connection):
+    """A forked process."""
+
+    max_line = 16 * MAX_RESULT  # every character escaped
+    pid = 0
+
+    async def started(self) -> None:
+        self.pid = (await self.first_message()).get("started", 0)
+
+
+class ForkServer(PythonProcess):
+    """The process that imports the targets and forks the others."""
+
+    def __init__(self) -> None:
+        super().__init__(_output_log)
+        self.loaded: list[tuple[int, dict[str, Any]]] = []
+        self._processes: set[ToolProcess] = set()
+
+    @classmethod
+    async def start(cls, targets: Sequence[Target]) -> ForkServer:
+        server, specs = cls(), ", ".join(target.spec for target in targets)
+        try:
+            loaded = await server.load(f"{__name__}:serve_targets", targets, _START_LIMIT_S, forks=True)
+            if loaded is None:
+                raise ConfigError(f"Importing {specs} {await server.how_it_ended()}.")
+        except BaseException as error:
+            await server.kill()
+            if isinstance(error, TimeoutError):
+                raise ConfigError(f"Importing {specs} took longer than {_START_LIMIT_S:g} s.") from None
+            if isinstance(error, VerlError):
+                raise ConfigError(str(error)) from None
+            raise
+        server.loaded = loaded
+        return server
+
+    async def fork(self, process: ToolProcess) -> None:
+        """Ask for a process; it has started, or could not be, after `process.started`."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            await process.connect(ours)
+            try:
+                socket.send_fds(self.socket, [b"f"], [theirs.fileno()])
+            except OSError as error:
+                process.end(f"could not be started ({error})")
+        self._processes = {other for other in self._processes if not other.ended} | {process}
+
+    async def kill(self) -> None:
+        for process in self._processes:
+            process.end("was closed")
+        await super().kill()
 
 
 class ToolProcesses:
@@ -90,7 +230,7 @@ class ToolProcesses:
         """End all processes; calls that run or wait fail. Safe to call twice."""
         self._closing = True
         if self._server is not None:
-            await self._server.end()
+            await self._server.kill()
 
     # ---- processes
 
@@ -150,7 +290,7 @@ class ToolProcesses:
             )
         self.restarts += 1
         _log.warning("the process that starts the tools %s; it is started again", problem)
-        await lost.end()
+        await lost.kill()
         try:
             self._server = await ForkServer.start(self._targets)
         except ConfigError as error:

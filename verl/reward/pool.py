@@ -2,7 +2,8 @@
 
 Every submitted task gets exactly one answer. A call that misses its deadline, crashes, exits or exceeds the memory
 limit costs only its own samples their score: the worker's whole process tree is killed before a new worker starts, and
-tasks that waited behind it run again.
+tasks that waited behind it run again. Each worker imports the functions itself, instead of being forked from one that
+has: what a file opens or starts when it is imported (threads, a GPU, connections) works in every worker.
 
 One thread runs an event loop that starts the workers and talks to them: the kernel ends a worker with the thread that
 started it.
@@ -21,22 +22,30 @@ import resource
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from verl import processes
 from verl.config.sections.reward import RewardConfig
-from verl.errors import RewardError
-from verl.json_input import parse_json
+from verl.errors import RewardError, VerlError
 from verl.memory import host_memory_limit
-from verl.reward.base import Backend, RewardResult, RewardSample, count_answered, count_asked
-from verl.reward.functions import FunctionSpec, Signature
-from verl.reward.pending import PendingCalls
-from verl.reward.scoring import rows_text
-from verl.reward.worker import Task, WorkerProcess, WorkerSetup
+from verl.reward import sandbox
+from verl.reward.base import (
+    Backend,
+    PendingCalls,
+    RewardResult,
+    RewardSample,
+    count_answered,
+    count_asked,
+)
+from verl.reward.functions import FunctionSpec, Signature, load, load_function
+from verl.reward.scorers import register_scorer
+from verl.reward.scoring import FunctionExited, rows_text, score
+from verl.user_process import PythonProcess, Service
 
 _log = logging.getLogger(__name__)
+_output_log = logging.getLogger("verl.reward.output")
 
 _START_LIMIT_S = 600.0
 _MAX_FAILED_STARTS = 3
@@ -45,7 +54,99 @@ _AHEAD_S = 0.05  # so much work is sent ahead, so that a worker need not wait fo
 _MAX_AHEAD = 16
 _CHECK_S = 0.1
 _IDLE_CHECK_S = 1.0
-_MAX_LINE = 1 << 30
+
+
+@dataclass(frozen=True)
+class WorkerSetup:
+    """What a worker imports, and under which limits."""
+
+    specs: tuple[FunctionSpec, ...]
+    config: RewardConfig
+    scorers: Mapping[str, str]
+    """Scorers the user registered in the trainer, as `module:function`."""
+
+
+def serve_functions(setup: WorkerSetup) -> Service:
+    """In a worker process: import the functions. Its requests are (task id, number of the function, samples)."""
+    config = setup.config
+    sandbox.configure(config)
+    if config.memory_limit_mb is not None:
+        limit = config.memory_limit_mb << 20
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    for data_source, target in setup.scorers.items():
+        register_scorer(data_source)(load_function(FunctionSpec(target, key="register_scorer")))
+    functions = [load(spec) for spec in setup.specs]
+
+    async def answer(task: int, number: int, samples: list[RewardSample]) -> dict[str, Any]:
+        try:
+            results = await score(functions[number], samples, config.timeout_s)
+        except FunctionExited as error:
+            results = [RewardResult(None, error=str(error)) for _ in samples]
+        return {"id": task, "results": [[result.score, result.extra, result.error] for result in results]}
+
+    signatures = [function.signature for function in functions]
+    concurrent = any(signature.is_async for signature in signatures)
+    return Service(answer, [asdict(signature) for signature in signatures], concurrent)
+
+
+@dataclass(eq=False)
+class Task:
+    """One call: a function and the samples it is for, pickled."""
+
+    id: int
+    key: Hashable
+    function: int
+    rows: tuple[str, ...]
+    payload: bytes
+    sent_at: float = 0.0
+    alone: bool = False
+    """Set after a crash whose cause is unclear: the second attempt has a worker to itself."""
+
+
+class Worker(PythonProcess):
+    """A worker process, and the tasks it was sent. `memory_bytes` limits it with everything it starts, where a cgroup
+    can; `answered` gets every answer."""
+
+    def __init__(self, memory_bytes: int, answered: Callable[[Worker, dict[str, Any]], None]) -> None:
+        self.tasks: dict[int, Task] = {}
+        self.ready = False
+        self.last_reply_at = 0.0
+        self.suspects: list[Task] | None = None
+        """Tasks for which it was killed, or some of them."""
+        self.seen_pids: set[int] = set()
+        """Of the worker and what it started, as far as `pids` met them."""
+        self.cgroup = processes.MemoryCgroup.create(memory_bytes)
+        self._answered = answered
+        super().__init__(_output_log, [] if self.cgroup is None else [self.cgroup.join_fd])
+
+    def received(self, message: dict[str, Any]) -> None:
+        if not self.ready:
+            super().received(message)
+            return
+        self.read_output()  # what a call printed is logged before its result arrives
+        self._answered(self, message)
+
+    def end_for(self, reason: str, suspects: list[Task]) -> None:
+        """Stop talking to it; `_keep_worker` then kills it and starts another."""
+        self.suspects = suspects
+        self.end(reason)
+
+    def pids(self) -> list[int]:
+        """The processes of the worker and of what it started."""
+        if self.cgroup is not None:
+            pids = self.cgroup.pids()
+        else:
+            pids = [process.pid for process in processes.descendants(self.process.pid)]
+        self.seen_pids.update(pids)
+        return pids
+
+    async def kill(self) -> None:
+        self.pids()
+        await super().kill()
+        processes.remove_sysv_segments(self.seen_pids)
+        if self.cgroup is not None:
+            self.cgroup.close()
+            self.cgroup = None
 
 
 class WorkerPool(Backend):
@@ -82,8 +183,9 @@ class WorkerPool(Backend):
         )
         self._per_worker = max(1, cfg.max_concurrency // num_workers)
         self._signatures: list[Signature] = []
+        self._concurrent = False
         self._ids = itertools.count()
-        self._workers: list[WorkerProcess] = []
+        self._workers: list[Worker] = []
         self._failed_starts = 0
         self._call_s = 0.0
         # Shared between the callers' threads and the event loop's, under `_changed`.
@@ -181,25 +283,23 @@ class WorkerPool(Backend):
             future.cancel()
         await asyncio.gather(*pending, return_exceptions=True)
         for worker in self._workers:
-            await worker.end()
+            await worker.kill()
         for future in done:
             future.result()
 
     async def _keep_worker(self) -> None:
         """Keep one worker running until the pool closes; RewardError when it cannot be started."""
         while True:
-            worker = WorkerProcess(self._memory_limit)
+            worker = Worker(self._memory_limit, self._take_answer)
             self._workers.append(worker)
-            self._loop.add_reader(worker.output, worker.read_output)
             try:
-                await self._talk(worker)
-                worker.ending = True
+                await self._start(worker)
+                await worker.over.wait()
                 problem = await self._how_it_ended(worker)
             finally:
-                await worker.end()
+                await worker.kill()
             self._workers.remove(worker)
             self.restarts += 1
-            problem += worker.last_output()
             if worker.ready:
                 self._reassign(worker, problem)
                 continue
@@ -209,41 +309,36 @@ class WorkerPool(Backend):
                     f"The reward function {self._names}, imported in a worker process, {problem}."
                 )
 
-    async def _talk(self, worker: WorkerProcess) -> None:
-        """Pass replies on until the socket closes or something else than a reply comes out of it."""
-        reader, worker.writer = await asyncio.open_unix_connection(sock=worker.socket, limit=_MAX_LINE)
-        worker.send(pickle.dumps(self._setup))
-        with contextlib.suppress(ConnectionError, ValueError, KeyError, TypeError):
-            while (line := await reader.readline()).endswith(b"\n"):
-                worker.read_output()  # what a call printed is logged before its result arrives
-                self._handle(worker, parse_json(line))
-
-    async def _how_it_ended(self, worker: WorkerProcess) -> str:
-        if worker.kill_reason:
-            return worker.kill_reason
-        await worker.wait(3.0)
-        if worker.cgroup is not None and worker.cgroup.ran_out_of_memory():
-            return self._memory_problem("too much")
-        if worker.process.returncode is None:
-            return "broke the connection to the trainer and was killed"
-        return processes.describe_exit(worker.process.returncode)
-
-    def _handle(self, worker: WorkerProcess, message: dict[str, Any]) -> None:
-        if "load_error" in message:
-            raise RewardError(message["load_error"])
-        if "ready" in message:
+    async def _start(self, worker: Worker) -> None:
+        try:
+            loaded = await worker.load(f"{__name__}:serve_functions", self._setup, _START_LIMIT_S)
+        except TimeoutError:
+            worker.end(f"did not finish importing within {_START_LIMIT_S:g} s")
+            return
+        except VerlError as error:
+            raise RewardError(str(error)) from error
+        if loaded is not None:
             worker.ready = True
             self._failed_starts = 0
             with self._changed:
-                self._signatures = [Signature(**item) for item in message["ready"]]
+                self._signatures = [Signature(**fields) for fields in loaded]
+                self._concurrent = any(signature.is_async for signature in self._signatures)
                 self._changed.notify_all()
-        else:
-            task = worker.tasks.pop(message["id"])
-            now = time.monotonic()
-            took = now - max(worker.last_reply_at, task.sent_at)
-            worker.last_reply_at = now
-            self._call_s = took if self._call_s == 0.0 else 0.9 * self._call_s + 0.1 * took
-            self._answer(task, [RewardResult(*row) for row in message["results"]])
+            self._dispatch()
+
+    async def _how_it_ended(self, worker: Worker) -> str:
+        how = await worker.how_it_ended()
+        if worker.suspects is None and worker.cgroup is not None and worker.cgroup.ran_out_of_memory():
+            return self._memory_problem("too much")
+        return how
+
+    def _take_answer(self, worker: Worker, message: dict[str, Any]) -> None:
+        task = worker.tasks.pop(message["id"])
+        now = time.monotonic()
+        took = now - max(worker.last_reply_at, task.sent_at)
+        worker.last_reply_at = now
+        self._call_s = took if self._call_s == 0.0 else 0.9 * self._call_s + 0.1 * took
+        self._answer(task, [RewardResult(*row) for row in message["results"]])
         self._dispatch()
 
     def _answer(self, task: Task, results: list[RewardResult]) -> None:
@@ -266,8 +361,8 @@ class WorkerPool(Backend):
                 worker.tasks[task.id] = task
                 worker.send(task.payload)
 
-    def _can_take(self, worker: WorkerProcess, task: Task) -> bool:
-        if not worker.ready or worker.ending:
+    def _can_take(self, worker: Worker, task: Task) -> bool:
+        if not worker.ready or worker.ended:
             return False
         if task.alone or any(other.alone for other in worker.tasks.values()):
             return not worker.tasks
@@ -276,11 +371,7 @@ class WorkerPool(Backend):
         ahead = int(_AHEAD_S / self._call_s) if self._call_s else 1
         return len(worker.tasks) <= min(ahead, _MAX_AHEAD)
 
-    @property
-    def _concurrent(self) -> bool:
-        return any(signature.is_async for signature in self._signatures)
-
-    def _running(self, worker: WorkerProcess) -> list[Task]:
+    def _running(self, worker: Worker) -> list[Task]:
         """The calls a worker is busy with: the oldest, or all of them with async functions."""
         tasks = list(worker.tasks.values())
         return tasks if self._concurrent else tasks[:1]
@@ -294,41 +385,39 @@ class WorkerPool(Backend):
             await asyncio.sleep(_CHECK_S if any(worker.tasks for worker in self._workers) else _IDLE_CHECK_S)
             start = time.monotonic()
             for worker in self._workers:
-                if not worker.ending:
+                if not worker.ended:
                     self._enforce_deadline(worker, start)
-                if not worker.ending and start >= next_scan:
+                if not worker.ended and start >= next_scan:
                     self._enforce_memory(worker)
             if start >= next_scan:  # reading /proc may take long on a machine with very many processes
                 next_scan = time.monotonic() + 20 * (time.monotonic() - start)
 
-    def _enforce_deadline(self, worker: WorkerProcess, now: float) -> None:
+    def _enforce_deadline(self, worker: Worker, now: float) -> None:
         running = self._running(worker)
-        if not worker.ready and now >= worker.started_at + _START_LIMIT_S:
-            worker.kill(f"did not finish importing within {_START_LIMIT_S:g} s", [])
         # The deadline is of the call, not of the wait behind others.
         since = 0.0 if self._concurrent else worker.last_reply_at
         late = [now - max(task.sent_at, since) - self.timeout_s for task in running]
         if late and max(late) >= (GRACE_S if self._concurrent else 0.0):
             reason = f"took longer than reward.timeout_s={self.timeout_s:g} s and was killed"
-            worker.kill(reason, [task for task, by in zip(running, late, strict=True) if by >= 0.0])
+            worker.end_for(reason, [task for task, by in zip(running, late, strict=True) if by >= 0.0])
 
-    def _enforce_memory(self, worker: WorkerProcess) -> None:
+    def _enforce_memory(self, worker: Worker) -> None:
         pids = worker.pids()
         if worker.cgroup is not None:
             return  # the kernel does
         in_files = processes.open_memory_bytes(pids) + sum(processes.sysv_segments(worker.seen_pids).values())
         if (used := processes.resident_bytes(pids, in_files)) > self._memory_limit:
-            worker.kill(self._memory_problem(f"{used >> 20} MB of"), self._running(worker))
+            worker.end_for(self._memory_problem(f"{used >> 20} MB of"), self._running(worker))
 
     def _memory_problem(self, used: str) -> str:
         limit = f"limit {self._memory_limit >> 20} MB, reward.memory_limit_mb"
         return f"used {used} memory ({limit}) and was killed"
 
-    def _reassign(self, worker: WorkerProcess, problem: str) -> None:
+    def _reassign(self, worker: Worker, problem: str) -> None:
         """Fail the calls that ended the worker and queue the others again. A call that only may have ended it is tried
         once more, alone: it may have been a neighbour, or something an earlier call left behind."""
-        certain = bool(worker.kill_reason) and not self._concurrent
-        suspects = worker.suspects if worker.kill_reason else self._running(worker)
+        certain = worker.suspects is not None and not self._concurrent
+        suspects = self._running(worker) if worker.suspects is None else worker.suspects
         again = []
         for task in worker.tasks.values():
             if task in suspects and (certain or task.alone):

@@ -19,6 +19,7 @@ from verl.errors import RewardError
 from verl.reward.base import Backend, RewardResult, RewardSample, count_answered, count_asked
 from verl.reward.functions import RewardFunction, Signature
 from verl.user_code import error_line
+from verl.user_process import Steps
 
 _EXTRA_DEPTH = 16  # levels of nesting; scores are also in checkpoints, whose JSON has a limit
 _EXTRA_LIMIT = 2000  # characters kept of an extra value that is not a number, and of its name
@@ -32,27 +33,16 @@ class _OSExit(SystemExit):
     """What `os._exit` raises instead of ending the process."""
 
 
-def score(
+async def score(
     function: RewardFunction, samples: Sequence[RewardSample], timeout_s: float | None = None
 ) -> list[RewardResult]:
     """Results of one call: a batch function gets all of `samples`, any other function exactly one. Raises
-    FunctionExited; the deadline applies to async functions only."""
+    FunctionExited; the deadline applies to async functions only. What a plain function does comes before the first
+    await (`verl.user_process.Steps`)."""
     try:
         value = function.call(samples)
         if inspect.isawaitable(value):
-            value = asyncio.run(_bounded(value, timeout_s))
-        return _interpret(function, samples, value)
-    except (Exception, SystemExit) as error:  # user code may raise anything
-        return _failed(function, samples, error, timeout_s)
-
-
-async def score_async(
-    function: RewardFunction, samples: Sequence[RewardSample], timeout_s: float | None = None
-) -> list[RewardResult]:
-    """`score` inside an event loop, so that several calls can overlap."""
-    try:
-        value = function.call(samples)
-        if inspect.isawaitable(value):
+            await asyncio.sleep(0)
             value = await _bounded(value, timeout_s)
         return _interpret(function, samples, value)
     except (Exception, SystemExit) as error:  # user code may raise anything
@@ -127,9 +117,9 @@ class InProcessBackend(Backend):
         tasks = [(key, *self._tasks.pop(key)) for key in (list(self._tasks) if keys is None else keys)]
         self.calls += len(tasks)
         concurrent = [task for task in tasks if task[1].signature.is_async]
-        with _without_os_exit():
+        with _without_os_exit(), contextlib.closing(Steps()) as steps:
             results = {
-                key: self._counted(score(function, samples, self.timeout_s))
+                key: self._counted(steps.run(score(function, samples, self.timeout_s)))
                 for key, function, samples in tasks
                 if not function.signature.is_async
             }
@@ -142,7 +132,7 @@ class InProcessBackend(Backend):
 
         async def one(function: RewardFunction, samples: Sequence[RewardSample]) -> list[RewardResult]:
             async with limit:
-                return self._counted(await score_async(function, samples, self.timeout_s))
+                return self._counted(await score(function, samples, self.timeout_s))
 
         scored = await asyncio.gather(*(one(function, samples) for _, function, samples in tasks))
         return dict(zip((key for key, _, _ in tasks), scored, strict=True))

@@ -23,10 +23,16 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl.config.parallelism import rollout_pool, world_size
 from verl.errors import TrainingHalted, VerlError
-from verl.reward.base import Backend, RewardResult, RewardSample, count_answered, count_asked
+from verl.reward.base import (
+    Backend,
+    PendingCalls,
+    RewardResult,
+    RewardSample,
+    count_answered,
+    count_asked,
+)
 from verl.reward.functions import Signature
 from verl.reward.model import check_path, estimated_work, next_share
-from verl.reward.pending import PendingCalls
 from verl.workers.rank_process import remote_rank_process
 from verl.workers.ray_calls import RankCalls
 from verl.workers.ray_cluster import Cluster
