@@ -331,9 +331,10 @@ def test_os_exit_in_the_trainers_process_is_an_error_that_names_the_function():
 
     exit_now = os._exit
     backend = InProcessBackend([RewardFunction(leave)], None, 1)
-    backend.submit(0, 0, [sample(0, "stay")])
-    assert backend.drain()[0][0].score == 3.0
-    backend.submit(1, 0, [sample(1, "leave")])
+    stays = backend.submit(0, [sample(0, "stay")])
+    backend.run([stays])
+    assert stays.result()[0].score == 3.0
+    leaves = backend.submit(0, [sample(1, "leave")])
     with pytest.raises(RewardError, match=r"leave called os._exit\(0\).*test_functions.py, line"):
-        backend.drain()
+        backend.run([leaves])
     assert os._exit is exit_now

@@ -253,7 +253,7 @@ def test_a_helper_process_dies_with_the_worker_that_started_it(build, tmp_path, 
         f"    spec = FunctionSpec({str(tmp_path / 'sleeper.py')!r})\n"
         "    pool = WorkerPool([spec], RewardConfig(timeout_s=600))\n"
         f"    open({str(tmp_path / 'pid')!r}, 'w').write(str(pool.pids[0]))\n"
-        "    pool.submit(0, 0, [])\n"
+        "    pool.submit(0, [])\n"
         "    time.sleep(600)\n"
     )
     (tmp_path / "sleeper.py").write_text(

@@ -182,10 +182,11 @@ def faults(tmp_path, no_children_left):
 
 def run(pool, make_sample, responses, tmp_path=None):
     info = {"pids": str(tmp_path / "pids") if tmp_path else ""}
-    for index, response in enumerate(responses):
-        pool.submit(index, 0, [make_sample(index, response, extra_info=info)])
-    results = pool.drain()
-    return [results[index][0] for index in range(len(responses))]
+    calls = [
+        pool.submit(0, [make_sample(index, response, extra_info=info)])
+        for index, response in enumerate(responses)
+    ]
+    return [call.result()[0] for call in calls]
 
 
 @pytest.mark.parametrize(
@@ -331,8 +332,8 @@ def test_an_answer_in_time_counts_though_the_pool_was_busy(faults, make_sample, 
 
     monkeypatch.setattr("verl.processes.descendants", busy)
     info = {"pids": str(told), "answered": str(answered)}
-    pool.submit(0, 0, [make_sample(0, "when told", extra_info=info)])
-    assert pool.drain()[0][0].score == 1.0 and pool.restarts == 0
+    (result,) = pool.submit(0, [make_sample(0, "when told", extra_info=info)]).result()
+    assert result.score == 1.0 and pool.restarts == 0
 
 
 def test_processes_are_started_once_and_kept(faults, make_sample):
@@ -384,11 +385,10 @@ def test_a_batch_call_that_dies_fails_all_its_samples(tmp_path, make_sample, no_
     path.write_text("import os\ndef compute_score(completions):\n    os._exit(1) if 'die' in completions else 0\n"
                     "    return [0.5] * len(completions)\n")  # fmt: skip
     pool = WorkerPool([FunctionSpec(str(path))], RewardConfig(timeout_s=120.0))
-    pool.submit("bad", 0, [make_sample(0, "die"), make_sample(1, "x")])
-    pool.submit("good", 0, [make_sample(0, "y"), make_sample(1, "x")])
-    results = pool.drain()
-    assert [r.score for r in results["bad"]] == [None, None]
-    assert [r.score for r in results["good"]] == [0.5, 0.5]
+    bad = pool.submit(0, [make_sample(0, "die"), make_sample(1, "x")])
+    good = pool.submit(0, [make_sample(0, "y"), make_sample(1, "x")])
+    assert [r.score for r in bad.result()] == [None, None]
+    assert [r.score for r in good.result()] == [0.5, 0.5]
     pool.close()
 
 
@@ -409,17 +409,19 @@ def test_a_file_that_cannot_be_imported_is_said_at_start(tmp_path, no_children_l
 
 def test_a_row_that_cannot_be_sent_fails_alone(faults, make_sample):
     pool = faults()
-    pool.submit(0, 0, [make_sample(0, "ok", extra_info={"pids": lambda: 0})])
-    pool.submit(1, 0, [make_sample(1, "ok")])
-    results = pool.drain()
-    assert "reward.in_process=True" in (results[0][0].error or "") and results[1][0].score == 1.0
+    (unsent,) = pool.submit(0, [make_sample(0, "ok", extra_info={"pids": lambda: 0})]).result()
+    (sent,) = pool.submit(0, [make_sample(1, "ok")]).result()
+    assert "reward.in_process=True" in (unsent.error or "") and sent.score == 1.0
 
 
 def test_a_closed_pool_says_so(faults, make_sample):
     pool = faults()
+    unanswered = pool.submit(0, [make_sample(0, "hang")])
     pool.close()
     with pytest.raises(RewardError, match="closed"):
-        pool.submit(0, 0, [make_sample(0, "ok")])
+        unanswered.result()
+    with pytest.raises(RewardError, match="closed"):
+        pool.submit(0, [make_sample(0, "ok")])
 
 
 def test_workers_load_no_torch(tmp_path, make_sample):
@@ -428,8 +430,8 @@ def test_workers_load_no_torch(tmp_path, make_sample):
         "import sys\ndef compute_score(response):\n    return {'score': 1, 'torch': 'torch' in sys.modules}\n"
     )
     pool = WorkerPool([FunctionSpec(str(path))], RewardConfig())
-    pool.submit(0, 0, [make_sample(0)])
-    assert pool.drain()[0][0].extra == {"torch": False}
+    (result,) = pool.submit(0, [make_sample(0)]).result()
+    assert result.extra == {"torch": False}
     pool.close()
 
 
@@ -446,7 +448,7 @@ spec = FunctionSpec({str(tmp_path / "faults.py")!r}, "act")
 pool = WorkerPool([spec], RewardConfig(timeout_s=600), num_workers=2)
 info = {{"pids": {str(tmp_path / "pids")!r}}}
 for i, what in enumerate([{fault!r}, "hang"]):
-    pool.submit(i, 0, [RewardSample(i, "", what, extra_info=info)])
+    pool.submit(0, [RewardSample(i, "", what, extra_info=info)])
 while not os.path.exists(info["pids"]) or not os.path.getsize(info["pids"]):
     time.sleep(0.01)
 print(*pool.pids, flush=True)

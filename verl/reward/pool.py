@@ -22,7 +22,7 @@ import resource
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -31,14 +31,7 @@ from verl.config.sections.reward import RewardConfig
 from verl.errors import RewardError, VerlError
 from verl.memory import host_memory_limit
 from verl.reward import sandbox
-from verl.reward.base import (
-    Backend,
-    PendingCalls,
-    RewardResult,
-    RewardSample,
-    count_answered,
-    count_asked,
-)
+from verl.reward.base import Backend, Call, RewardResult, RewardSample, answer, new_call
 from verl.reward.functions import FunctionSpec, Signature, load, load_function
 from verl.reward.scorers import register_scorer
 from verl.reward.scoring import FunctionExited, rows_text, score
@@ -77,7 +70,7 @@ def serve_functions(setup: WorkerSetup) -> Service:
         register_scorer(data_source)(load_function(FunctionSpec(target, key="register_scorer")))
     functions = [load(spec) for spec in setup.specs]
 
-    async def answer(task: int, number: int, samples: list[RewardSample]) -> dict[str, Any]:
+    async def answer_task(task: int, number: int, samples: list[RewardSample]) -> dict[str, Any]:
         try:
             results = await score(functions[number], samples, config.timeout_s)
         except FunctionExited as error:
@@ -86,7 +79,7 @@ def serve_functions(setup: WorkerSetup) -> Service:
 
     signatures = [function.signature for function in functions]
     concurrent = any(signature.is_async for signature in signatures)
-    return Service(answer, [asdict(signature) for signature in signatures], concurrent)
+    return Service(answer_task, [asdict(signature) for signature in signatures], concurrent)
 
 
 @dataclass(eq=False)
@@ -94,7 +87,7 @@ class Task:
     """One call: a function and the samples it is for, pickled."""
 
     id: int
-    key: Hashable
+    call: Call
     function: int
     rows: tuple[str, ...]
     payload: bytes
@@ -191,8 +184,6 @@ class WorkerPool(Backend):
         # Shared between the callers' threads and the event loop's, under `_changed`.
         self._changed = threading.Condition()
         self._queue: deque[Task] = deque()
-        self._results: dict[Hashable, list[RewardResult]] = {}
-        self._pending = PendingCalls(self._changed)
         self._failure: RewardError | None = None
         self._loop = asyncio.new_event_loop()
         self._closing = asyncio.Event()
@@ -215,9 +206,8 @@ class WorkerPool(Backend):
         """Of the workers' supervisors."""
         return [worker.process.pid for worker in self._workers]
 
-    def submit(self, key: Hashable, function: int, samples: Sequence[RewardSample]) -> None:
-        task_id, samples = next(self._ids), list(samples)
-        count_asked(len(samples))
+    def submit(self, function: int, samples: Sequence[RewardSample]) -> Call:
+        task_id, samples, call = next(self._ids), list(samples), new_call(samples)
         try:
             payload = pickle.dumps((task_id, function, samples))
         except Exception as error:  # pickling calls whatever __reduce__ the data has
@@ -225,28 +215,18 @@ class WorkerPool(Backend):
                 f"The row cannot be sent to a reward worker process ({type(error).__name__}: {error}); "
                 f"set reward.in_process=True or drop that column."
             )
-            results = [RewardResult(None, error=text) for _ in samples]
-            with self._changed:
-                self._results[key] = results
-            count_answered(results)
-            return
-        task = Task(task_id, key, function, tuple(sample.row_name for sample in samples), payload)
+            answer(call, [RewardResult(None, error=text) for _ in samples])
+            return call
+        task = Task(task_id, call, function, tuple(sample.row_name for sample in samples), payload)
         with self._changed:
             if self._failure is not None:
                 raise self._failure
             self._queue.append(task)
-            self._pending.add(key)
             first = len(self._queue) == 1
         if first:  # otherwise the loop knows that tasks are waiting
-            with contextlib.suppress(RuntimeError):  # the loop has just ended: drain says why
+            with contextlib.suppress(RuntimeError):  # the loop has just ended: the call says why
                 self._loop.call_soon_threadsafe(self._dispatch)
-
-    def drain(self, keys: Collection[Hashable] | None = None) -> dict[Hashable, list[RewardResult]]:
-        with self._changed:
-            self._pending.wait(keys, lambda: self._failure is not None)
-            if self._failure is not None:
-                raise self._failure
-            return {key: self._results.pop(key) for key in (list(self._results) if keys is None else keys)}
+        return call
 
     def close(self) -> None:
         """End the workers and whatever they started. Safe to call twice."""
@@ -267,12 +247,15 @@ class WorkerPool(Backend):
             failure = error
         except OSError as error:
             failure = RewardError(f"A reward worker process cannot be started: {error}{_file_limit(error)}.")
-        except Exception as error:  # drain must not wait for ever
+        except Exception as error:  # nobody must wait for ever
             _log.exception("the reward pool failed")
             failure = RewardError(f"The reward pool failed: {type(error).__name__}: {error}")
         with self._changed:
             self._failure = failure
             self._changed.notify_all()
+            unanswered = [*self._queue, *(task for worker in self._workers for task in worker.tasks.values())]
+        for task in unanswered:
+            task.call.set_exception(failure)
 
     async def _serve(self) -> None:
         coroutines = [self._closing.wait(), self._enforce_limits()]
@@ -342,11 +325,8 @@ class WorkerPool(Backend):
         self._dispatch()
 
     def _answer(self, task: Task, results: list[RewardResult]) -> None:
-        count_answered(results)
-        with self._changed:
-            self._results[task.key] = results
-            self.calls += 1
-            self._pending.end(task.key)
+        self.calls += 1
+        answer(task.call, results)
 
     def _dispatch(self) -> None:
         with self._changed:
