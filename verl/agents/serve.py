@@ -97,15 +97,12 @@ def served_tools(builtin: str, specs: Sequence[str], timeout_s: float) -> Iterat
     processes = ToolProcesses([Target("builtin", builtin), *(Target("tools", spec) for spec in specs)])
     places = asyncio.Semaphore(4 * usable_cores())  # programs at a time that the cores can bear
 
-    async def call_builtin(call: ToolCall) -> str:
+    async def call_tool(target: int, call: ToolCall) -> str:
+        if target:
+            return await processes.call(target, call, timeout_s)
         # The sandbox ends a program after `timeout_s`, and says what it has printed until then.
         async with places:
             return await processes.call(0, call, timeout_s + (_SANDBOX_S if call.name == "python" else 0.0))
-
-    def calls_of(target: int) -> Callable[[ToolCall], str]:
-        if target == 0:
-            return lambda call: result_of(call_builtin(call))
-        return lambda call: result_of(processes.call(target, call, timeout_s))
 
     try:
         tools: Tools = {}
@@ -123,7 +120,7 @@ def served_tools(builtin: str, specs: Sequence[str], timeout_s: float) -> Iterat
                     _log.info("--tools replaces the tool %r", name)
                 if target:
                     users.add(name)
-                tools[name] = (schema, calls_of(target))
+                tools[name] = (schema, lambda call, target=target: result_of(call_tool(target, call)))
         yield tools
     finally:
         result_of(processes.close())
