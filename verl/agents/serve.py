@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import contextlib
 import errno
+import functools
 import json
 import logging
 import threading
@@ -104,6 +105,9 @@ def served_tools(builtin: str, specs: Sequence[str], timeout_s: float) -> Iterat
         async with places:
             return await processes.call(0, call, timeout_s + (_SANDBOX_S if call.name == "python" else 0.0))
 
+    def call_now(target: int, call: ToolCall) -> str:
+        return str(result_of(call_tool(target, call)))
+
     try:
         tools: Tools = {}
         users: set[str] = set()
@@ -120,7 +124,7 @@ def served_tools(builtin: str, specs: Sequence[str], timeout_s: float) -> Iterat
                     _log.info("--tools replaces the tool %r", name)
                 if target:
                     users.add(name)
-                tools[name] = (schema, lambda call, target=target: result_of(call_tool(target, call)))
+                tools[name] = (schema, functools.partial(call_now, target))
         yield tools
     finally:
         result_of(processes.close())

@@ -209,8 +209,8 @@ class ToolProcesses:
         ToolFailed: for the model to read."""
         process = await self._idle_worker()
         try:
-            answer = await self._ask(process, target, call.name, "call", _arguments(call), timeout_s)
-            return _called(answer)[0]
+            request = (target, "call", (call.name, call.arguments), None)
+            return _called(await self._ask(process, call.name, request, timeout_s))[0]
         finally:
             if process.ended:
                 self._workers.discard(process)
@@ -296,19 +296,10 @@ class ToolProcesses:
         except ConfigError as error:
             raise ToolsLost(f"The tools cannot be imported any more: {error}") from error
 
-    async def _ask(
-        self,
-        process: ToolProcess,
-        target: int,
-        name: str,
-        method: str,
-        arguments: tuple[Any, ...],
-        timeout_s: float,
-        seed: int | None = None,
-    ) -> Any:
+    async def _ask(self, process: ToolProcess, name: str, request: tuple[Any, ...], timeout_s: float) -> Any:
         """The result of one request; `name` is what the failure is said of."""
         try:
-            payload = pickle.dumps((target, method, arguments, seed))
+            payload = pickle.dumps(request)
         except Exception as error:  # pickling calls whatever __reduce__ the data has
             raise ToolFailed(f"{name} failed: its arguments cannot be sent ({error})") from error
         answer = await process.request(payload, timeout_s)
@@ -378,7 +369,7 @@ class Instance:
         return _text_or_none(await self._request("reset", (row,), timeout_s))
 
     async def call(self, call: ToolCall, timeout_s: float) -> Called:
-        return _called(await self._request("call", _arguments(call), timeout_s, call.name))
+        return _called(await self._request("call", (call.name, call.arguments), timeout_s, call.name))
 
     async def user(self, reply: str, messages: list[Message], timeout_s: float) -> str | None:
         return _text_or_none(await self._request("user", (reply, messages), timeout_s))
@@ -409,35 +400,30 @@ class Instance:
         async with self._lock:
             if self._closed:
                 raise ToolFailed("The environment has ended: it was closed.")
-            seed = None
-            if self._process is None:
+            seed, before = None, self._process
+            if before is None:
                 await self._seat.take()
+            elif before.ended and not self._replaceable:
+                raise ToolFailed(f"The environment has ended: it {before.ended}.")
+            if before is None or before.ended:
                 self._process, seed = ToolProcess(), self._seed
                 await self._owner._fork(self._process)
-            elif self._process.ended:
-                if not self._replaceable:
-                    raise ToolFailed(f"The environment has ended: it {self._process.ended}.")
-                await self._replace(timeout_s)
-            return await self._owner._ask(
-                self._process, self._target, name or method, method, arguments, timeout_s, seed
-            )
+                if before is not None and self._row is not None:
+                    await self._ask("reset", (self._row,), timeout_s, seed)
+                    seed = None
+            return await self._ask(method, arguments, timeout_s, seed, name)
 
-    async def _replace(self, timeout_s: float) -> None:
-        self._process = ToolProcess()
-        await self._owner._fork(self._process)
-        if self._row is not None:
-            await self._owner._ask(
-                self._process, self._target, "reset", "reset", (self._row,), timeout_s, self._seed
-            )
+    async def _ask(
+        self, method: str, arguments: tuple[Any, ...], timeout_s: float, seed: int | None, name: str = ""
+    ) -> Any:
+        assert self._process is not None
+        request = (self._target, method, arguments, seed)
+        return await self._owner._ask(self._process, name or method, request, timeout_s)
 
 
 def _info(fields: dict[str, Any]) -> HostedInfo:
     """JSON has no tuples."""
     return HostedInfo(**{**fields, "hooks": tuple(fields["hooks"]), "columns": tuple(fields["columns"])})
-
-
-def _arguments(call: ToolCall) -> tuple[Any, ...]:
-    return call.name, call.arguments
 
 
 def _called(answer: Any) -> Called:

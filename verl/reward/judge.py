@@ -14,7 +14,7 @@ import re
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +72,13 @@ class JudgeBackend(Backend):
 
     def submit(self, function: int, samples: Sequence[RewardSample]) -> Call:
         call = new_call(samples)
+
+        def end(judging: Future[None]) -> None:
+            if judging.cancelled():  # by `close`; somebody may wait for the call
+                call.set_exception(JudgeFailed("the run is ending"))
+
         judging = self._threads.submit(lambda: answer(call, [self._judge(sample) for sample in samples]))
-        judging.add_done_callback(
-            lambda _: call.done() or call.set_exception(JudgeFailed("the run is ending"))
-        )
+        judging.add_done_callback(end)
         return call
 
     def close(self) -> None:
