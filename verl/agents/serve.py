@@ -20,7 +20,7 @@ from typing import Any
 
 from verl import http_server
 from verl.agents.base import Schema, ToolCall, ToolFailed
-from verl.agents.builtin_tools import builtin_spec, python_within
+from verl.agents.builtin_tools import BuiltinTools, python_within
 from verl.agents.tool_processes import Target, ToolProcesses
 from verl.config.sections.reward import SandboxConfig
 from verl.errors import ConfigError, RewardError
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if not args.timeout > 0:
         raise ConfigError(f"--timeout {args.timeout:g} must be above 0")
-    builtin = builtin_spec(_python_limits(args), args.documents)
+    builtin = BuiltinTools(_python_limits(args), args.documents)
     with (
         served_tools(builtin, args.tools, args.timeout) as tools,
         ToolServer(args.host, args.port, tools) as server,
@@ -87,7 +87,7 @@ def _python_limits(args: argparse.Namespace) -> SandboxConfig | None:
 
 
 @contextlib.contextmanager
-def served_tools(builtin: str, specs: Sequence[str], timeout_s: float) -> Iterator[Tools]:
+def served_tools(builtin: BuiltinTools, specs: Sequence[str], timeout_s: float) -> Iterator[Tools]:
     """The built-in tools and the functions of `specs`, in processes that are killed when a call exceeds its time."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="tools", daemon=True).start()
@@ -95,7 +95,9 @@ def served_tools(builtin: str, specs: Sequence[str], timeout_s: float) -> Iterat
     def result_of(coroutine: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, loop).result()
 
-    processes = ToolProcesses([Target("builtin", builtin), *(Target("tools", spec) for spec in specs)])
+    processes = ToolProcesses(
+        [Target("builtin", "built-in tools", builtin), *(Target("tools", spec) for spec in specs)]
+    )
     places = asyncio.Semaphore(4 * usable_cores())  # programs at a time that the cores can bear
 
     async def call_tool(target: int, call: ToolCall) -> str:

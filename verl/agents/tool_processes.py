@@ -23,7 +23,7 @@ from typing import Any, Literal, get_args
 from weakref import WeakValueDictionary
 
 from verl.agents.base import FailureKind, Message, ToolCall, ToolFailed, ToolsLost
-from verl.agents.builtin_tools import load_builtin
+from verl.agents.builtin_tools import BuiltinTools, load_builtin
 from verl.agents.hosted import Called, Hosted, as_reward
 from verl.agents.tools import HostedFactory, HostedInfo, load_environment, load_tools, load_user
 from verl.errors import RESUME, ConfigError, VerlError
@@ -53,6 +53,7 @@ class Target:
 
     kind: Literal["builtin", "tools", "environment", "user"]
     spec: str
+    builtin: BuiltinTools | None = None
 
 
 # ---- in the processes
@@ -62,11 +63,13 @@ def serve_targets(targets: Sequence[Target]) -> Service:
     """Import every target. The description is of each factory the number of its target and its HostedInfo; requests are
     (number of the factory, method of `Hosted`, its arguments, a seed or None), and ("close") ends the process."""
     loaded: list[tuple[int, HostedFactory]] = []
-    load = {"builtin": load_builtin, "tools": load_tools, "user": load_user}
     for number, target in enumerate(targets):
-        environment = target.kind == "environment"
-        factories = load_environment(target.spec) if environment else [load[target.kind](target.spec)]
-        loaded += [(number, factory) for factory in factories]
+        if target.kind == "environment":
+            loaded += [(number, factory) for factory in load_environment(target.spec)]
+        elif target.builtin is not None:
+            loaded.append((number, load_builtin(target.builtin)))
+        else:
+            loaded.append((number, (load_user if target.kind == "user" else load_tools)(target.spec)))
     if threading.active_count() > 1:
         names = ", ".join(thread.name for thread in threading.enumerate()[1:])
         sys.stderr.write(
