@@ -69,15 +69,6 @@ class FunctionRewardManager(RewardManager):
         self._calls_taken = 0
 
     @property
-    def reward_keys(self) -> list[str]:
-        """Names under which `extra` holds the single scores; empty with only one reward."""
-        return [term.label for term in self.terms] if len(self.terms) > 1 else []
-
-    @property
-    def reward_weights(self) -> list[float]:
-        return [term.weight for term in self.terms] if len(self.terms) > 1 else []
-
-    @property
     def signatures(self) -> list[Signature]:
         """What each reward takes."""
         return [term.signature for term in self.terms]
