@@ -63,14 +63,11 @@ class Connection(asyncio.Protocol):
         """Of a line that has not ended yet."""
         self._size = 0
         self._answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        """The first message, then that of the last request; empty where the process ended before."""
 
     async def connect(self, channel: socket.socket) -> None:
         self._socket = channel
         await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=channel)
-
-    async def first_message(self) -> dict[str, Any]:
-        """What it says when it can be asked; empty where it ended before."""
-        return await self._answer
 
     def send(self, payload: bytes) -> None:
         if self._transport is not None:
@@ -174,15 +171,25 @@ class PythonProcess(Connection):
         os.set_blocking(self.output.fileno(), False)
         asyncio.get_running_loop().add_reader(self.output, self.read_output)
 
-    async def load(self, service: str, argument: Any, timeout_s: float, *, forks: bool = False) -> Any:
-        """Call the function `service` (module:function) there, which returns a `Service`; its description. VerlError
-        has its message; where the process ended meanwhile, `ended` says so, and the description is None."""
+    async def load(
+        self,
+        service: str,
+        argument: Any,
+        error: type[VerlError],
+        *,
+        forks: bool = False,
+        timeout_s: float = 600.0,
+    ) -> Any:
+        """Call the function `service` (module:function) there, which returns a `Service`; its description. A VerlError
+        there is an `error` here. None: the process has ended meanwhile (`how_it_ended`)."""
         await self.connect(self.socket)
         self.send(pickle.dumps((service, argument, forks)))
-        async with asyncio.timeout(timeout_s):
-            message = await self.first_message()
+        await asyncio.wait([self._answer], timeout=timeout_s)
+        if not self._answer.done():
+            self.end(f"took longer than {timeout_s:g} s")
+        message = self._answer.result()
         if "error" in message:
-            raise VerlError(message["error"])
+            raise error(message["error"])
         return message.get("loaded")
 
     def received(self, message: dict[str, Any]) -> None:

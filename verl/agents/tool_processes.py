@@ -26,7 +26,7 @@ from verl.agents.base import FailureKind, Message, ToolCall, ToolFailed, ToolsLo
 from verl.agents.builtin_tools import BuiltinTools, load_builtin
 from verl.agents.hosted import Called, Hosted, as_reward
 from verl.agents.tools import HostedFactory, HostedInfo, load_environment, load_tools, load_user
-from verl.errors import RESUME, ConfigError, VerlError
+from verl.errors import RESUME, ConfigError
 from verl.user_code import error_line
 from verl.user_process import Connection, PythonProcess, Service
 
@@ -37,7 +37,6 @@ MAX_SESSIONS = 256
 MAX_RESULT = 1 << 20
 """Characters of a result that are kept, half of them from its end."""
 _MAX_ERROR = 1000
-_START_LIMIT_S = 600.0
 _CLOSE_S = 5.0
 _MAX_RESTARTS = 3
 _FORKS_AHEAD = 16  # the socket's buffer has room for so many
@@ -133,7 +132,7 @@ class ToolProcess(Connection):
     pid = 0
 
     async def started(self) -> None:
-        self.pid = (await self.first_message()).get("started", 0)
+        self.pid = (await self._answer).get("started", 0)
 
 
 class ForkServer(PythonProcess):
@@ -146,17 +145,14 @@ class ForkServer(PythonProcess):
 
     @classmethod
     async def start(cls, targets: Sequence[Target]) -> ForkServer:
-        server, specs = cls(), ", ".join(target.spec for target in targets)
+        server = cls()
         try:
-            loaded = await server.load(f"{__name__}:serve_targets", targets, _START_LIMIT_S, forks=True)
+            loaded = await server.load(f"{__name__}:serve_targets", targets, ConfigError, forks=True)
             if loaded is None:
+                specs = ", ".join(target.spec for target in targets)
                 raise ConfigError(f"Importing {specs} {await server.how_it_ended()}.")
-        except BaseException as error:
+        except BaseException:
             await server.kill()
-            if isinstance(error, TimeoutError):
-                raise ConfigError(f"Importing {specs} took longer than {_START_LIMIT_S:g} s.") from None
-            if isinstance(error, VerlError):
-                raise ConfigError(str(error)) from None
             raise
         server.loaded = loaded
         return server

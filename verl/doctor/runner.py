@@ -7,7 +7,6 @@ run in a new process.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib
 import json
 import os
@@ -89,9 +88,8 @@ async def _run_process(probes: list[Probe], limit_s: float | None) -> list[Answe
     answers: list[Answer] = []
     process = PythonProcess(None, environment=probes[0].environment)
     try:
-        with contextlib.suppress(TimeoutError):
-            start_s = _START_S + (limit_s or probes[0].limit_s)
-            await process.load(f"{__name__}:serve_probes", None, start_s)
+        start_s = _START_S + (limit_s or probes[0].limit_s)
+        await process.load(f"{__name__}:serve_probes", None, VerlError, timeout_s=start_s)
         for probe in probes:
             limit = limit_s or probe.limit_s
             request = (probe.name, probe.target, probe.on_failure, dict(probe.arguments))

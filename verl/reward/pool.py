@@ -28,7 +28,7 @@ from typing import Any
 
 from verl import processes
 from verl.config.sections.reward import RewardConfig
-from verl.errors import RewardError, VerlError
+from verl.errors import RewardError
 from verl.memory import host_memory_limit
 from verl.reward import sandbox
 from verl.reward.base import Backend, Call, RewardResult, RewardSample, answer, new_call
@@ -40,7 +40,6 @@ from verl.user_process import PythonProcess, Service
 _log = logging.getLogger(__name__)
 _output_log = logging.getLogger("verl.reward.output")
 
-_START_LIMIT_S = 600.0
 _MAX_FAILED_STARTS = 3
 GRACE_S = 2.0  # an async function's own deadline fires first; this is for one that blocks its event loop
 _AHEAD_S = 0.05  # so much work is sent ahead, so that a worker need not wait for us between quick calls
@@ -293,13 +292,7 @@ class WorkerPool(Backend):
                 )
 
     async def _start(self, worker: Worker) -> None:
-        try:
-            loaded = await worker.load(f"{__name__}:serve_functions", self._setup, _START_LIMIT_S)
-        except TimeoutError:
-            worker.end(f"did not finish importing within {_START_LIMIT_S:g} s")
-            return
-        except VerlError as error:
-            raise RewardError(str(error)) from error
+        loaded = await worker.load(f"{__name__}:serve_functions", self._setup, RewardError)
         if loaded is not None:
             worker.ready = True
             self._failed_starts = 0
