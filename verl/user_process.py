@@ -192,9 +192,9 @@ class PythonProcess(Connection):
             raise error(message["error"])
         return message.get("loaded")
 
-    def received(self, message: dict[str, Any]) -> None:
+    def data_received(self, data: bytes) -> None:
         self.read_output()  # what a call printed is logged before its result arrives
-        super().received(message)
+        super().data_received(data)
 
     async def how_it_ended(self) -> str:
         """In words, with the last line it printed; after the end of the connection."""

@@ -112,11 +112,10 @@ class Worker(PythonProcess):
         super().__init__(_output_log, [] if self.cgroup is None else [self.cgroup.join_fd])
 
     def received(self, message: dict[str, Any]) -> None:
-        if not self.ready:
+        if self.ready:
+            self._answered(self, message)
+        else:
             super().received(message)
-            return
-        self.read_output()  # what a call printed is logged before its result arrives
-        self._answered(self, message)
 
     def end_for(self, reason: str, suspects: list[Task]) -> None:
         """Stop talking to it; `_keep_worker` then kills it and starts another."""
