@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 
 from verl.agents.base import ToolCall, ToolFailed
 from verl.agents.builtin_tools import (
+    BuiltinTools,
     Passages,
-    builtin_spec,
     calculator,
     python_within,
     search_in,
@@ -221,7 +221,7 @@ def server(functions: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     (documents / "fox.txt").write_text("The quick brown fox.")
     python = SandboxConfig(timeout_s=2.0, allow_unisolated=True)
     with (
-        served_tools(builtin_spec(python, documents), [str(functions)], 2.0) as tools,
+        served_tools(BuiltinTools(python, documents), [str(functions)], 2.0) as tools,
         serving(tools) as server,
     ):
         yield server

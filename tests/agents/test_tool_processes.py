@@ -18,8 +18,7 @@ import pytest
 from verl import processes
 from verl.agents import tool_processes
 from verl.agents.base import ToolCall, ToolFailed, ToolsLost
-from verl.agents.tool_host import MAX_RESULT, Target
-from verl.agents.tool_processes import Instance, ToolProcesses
+from verl.agents.tool_processes import MAX_RESULT, Instance, Target, ToolProcesses
 from verl.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="kills and adoption are tested on Linux")

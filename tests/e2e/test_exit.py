@@ -152,9 +152,9 @@ def test_a_function_of_this_process_that_exits_is_named(is_async: bool, code: An
         sys.exit(code)
 
     backend = InProcessBackend([RewardFunction(leave_later if is_async else leave)], None, 1)
-    backend.submit(0, 0, [RewardSample(0, "p", "r", None)])
+    call = backend.submit(0, [RewardSample(0, "p", "r", None)])
     with pytest.raises(RewardError) as raised:
-        backend.drain()
+        backend.run([call])
     assert "leave" in str(raised.value) and f"sys.exit({code!r})" in str(raised.value)
     assert "test_exit.py" in str(raised.value)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import os
@@ -13,7 +14,8 @@ import pytest
 
 from verl.errors import RewardError
 from verl.json_input import check_nesting
-from verl.reward.base import RewardSample
+from verl.reward import scoring
+from verl.reward.base import RewardResult, RewardSample
 from verl.reward.functions import (
     FunctionSpec,
     RewardFunction,
@@ -23,7 +25,11 @@ from verl.reward.functions import (
     signature_of,
     spec_of,
 )
-from verl.reward.scoring import InProcessBackend, interpret, interpret_batch, plain, score
+from verl.reward.scoring import InProcessBackend, interpret, interpret_batch, plain
+
+
+def score(function: RewardFunction, samples: list[RewardSample]) -> list[RewardResult]:
+    return asyncio.run(scoring.score(function, samples))
 
 
 def sample(index: int = 3, response: str = "four", **fields) -> RewardSample:
@@ -325,9 +331,10 @@ def test_os_exit_in_the_trainers_process_is_an_error_that_names_the_function():
 
     exit_now = os._exit
     backend = InProcessBackend([RewardFunction(leave)], None, 1)
-    backend.submit(0, 0, [sample(0, "stay")])
-    assert backend.drain()[0][0].score == 3.0
-    backend.submit(1, 0, [sample(1, "leave")])
+    stays = backend.submit(0, [sample(0, "stay")])
+    backend.run([stays])
+    assert stays.result()[0].score == 3.0
+    leaves = backend.submit(0, [sample(1, "leave")])
     with pytest.raises(RewardError, match=r"leave called os._exit\(0\).*test_functions.py, line"):
-        backend.drain()
+        backend.run([leaves])
     assert os._exit is exit_now

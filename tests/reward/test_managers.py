@@ -66,7 +66,7 @@ def test_several_functions_are_summed_and_each_own_score_is_kept():
     manager = build_reward_manager(config(), function=[right, short], max_response_length=16)
     result = run(manager, [sample(0, "ab")])[0]
     assert result.score == 1.5
-    names = manager.reward_keys
+    names = [term.label for term in manager.terms]
     assert [result.extra[name] for name in names] == [1.0, 0.5]
     assert result.extra["acc"] == 1
 
@@ -80,7 +80,7 @@ def test_extra_values_of_the_same_name_stand_beside_each_other():
 
     manager = build_reward_manager(config(), function=[first, second], max_response_length=16)
     extra = run(manager, [sample(0)])[0].extra
-    assert extra["acc"] == 1 and extra[f"{manager.reward_keys[1]}/acc"] == 0
+    assert extra["acc"] == 1 and extra[f"{manager.terms[1].label}/acc"] == 0
 
 
 def test_the_weight_of_a_single_function_counts_too(tmp_path):

@@ -10,9 +10,8 @@ import pytest
 
 from verl.config.schema import RewardConfig
 from verl.errors import RewardError
-from verl.reward import RewardManager, RewardResult, RewardSample, build_reward_manager
+from verl.reward import RewardManager, RewardResult, RewardSample, build_reward_manager, function_manager
 from verl.reward.managers import NoRewards, require_streaming, supports_streaming
-from verl.reward.pending import PendingCalls
 
 WAIT_S = 600.0
 GATED = """
@@ -64,13 +63,13 @@ def test_only_the_wanted_are_waited_for_and_the_others_stay(gated):
 def test_samples_submitted_during_a_collect_belong_to_a_later_one(gated, monkeypatch, indices):
     manager, gate = gated
     waiting = threading.Event()
-    wait = PendingCalls.wait
+    wait = function_manager.wait
 
-    def announced(self, keys, failed):
+    def announced(calls, **options):
         waiting.set()
-        wait(self, keys, failed)
+        return wait(calls, **options)
 
-    monkeypatch.setattr(PendingCalls, "wait", announced)
+    monkeypatch.setattr(function_manager, "wait", announced)
     manager.submit(sample(0, "held", gate, worth=5))
     collected: list[dict[int, RewardResult]] = []
     thread = threading.Thread(target=lambda: collected.append(manager.collect(indices)))

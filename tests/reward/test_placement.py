@@ -175,9 +175,10 @@ def test_several_functions_with_weights(build, reward_file):
     manager = build(cfg)
     manager.check(["whatever"], ["level", "reward_model"])
     results = run(manager)
-    assert manager.reward_keys == ["two", "later", "batch", "scaled", "compute_em"]
-    assert manager.reward_weights == [0.1, 2.0, 1.0, -1.0, 10.0]
-    assert [results[0].extra[key] for key in manager.reward_keys] == [6.0, 0.25, 3.0, 3.0, 1.0]
+    labels = [term.label for term in manager.terms]
+    assert labels == ["two", "later", "batch", "scaled", "compute_em"]
+    assert [term.weight for term in manager.terms] == [0.1, 2.0, 1.0, -1.0, 10.0]
+    assert [results[0].extra[label] for label in labels] == [6.0, 0.25, 3.0, 3.0, 1.0]
     assert results[0].score == pytest.approx(0.6 + 0.5 + 3.0 - 3.0 + 10.0)
 
 
@@ -253,7 +254,7 @@ def test_a_helper_process_dies_with_the_worker_that_started_it(build, tmp_path, 
         f"    spec = FunctionSpec({str(tmp_path / 'sleeper.py')!r})\n"
         "    pool = WorkerPool([spec], RewardConfig(timeout_s=600))\n"
         f"    open({str(tmp_path / 'pid')!r}, 'w').write(str(pool.pids[0]))\n"
-        "    pool.submit(0, 0, [])\n"
+        "    pool.submit(0, [])\n"
         "    time.sleep(600)\n"
     )
     (tmp_path / "sleeper.py").write_text(

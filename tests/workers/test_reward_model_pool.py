@@ -129,8 +129,7 @@ def test_scores_are_those_of_one_process_until_one_of_the_pool_is_killed(run, bu
     run.reward.reward_model.model_path = folder.name
     manager = build(run)
     backend = manager.terms[0].backend
-    backend.submit("all at once", 0, given)
-    results = backend.drain()["all at once"]
+    results = backend.submit(0, given).result()
     assert [result.score for result in results] == pytest.approx(expected, abs=1e-5)
     assert set(backend.scored) == {0, 1} and backend.scored.total() == 40
     assert score(manager, given[:3]) == pytest.approx(expected[:3], abs=1e-5)  # and again, fewer than a batch
@@ -148,8 +147,7 @@ def test_scores_are_those_of_one_process_until_one_of_the_pool_is_killed(run, bu
         WorkersLost,
         match=rf"^reward model rank 1 on .* \(process {victim}\) died in score: its process was killed",
     ):
-        backend.submit("after the kill", 0, given)
-        backend.drain()
+        backend.submit(0, given).result()
     with pytest.raises(WorkersLost):  # no score is made up, now or later
         manager.submit(given[0])
 
@@ -348,12 +346,12 @@ def test_one_trainer_process_that_loses_its_reward_model_goes_on_from_its_checkp
 
     submit, seen = ModelPoolBackend.submit, 0
 
-    def submit_and_kill(self: Any, *arguments: Any) -> None:
+    def submit_and_kill(self: Any, *arguments: Any) -> Any:
         nonlocal seen
         seen += 1
         if seen == 4 + 8 + 3:  # rows tried before training, the first step, and into the second
             os.kill(process_of(self.pool.calls.names[0]), signal.SIGKILL)
-        submit(self, *arguments)
+        return submit(self, *arguments)
 
     plain = train("plain")
     monkeypatch.setattr(ModelPoolBackend, "submit", submit_and_kill)

@@ -1,19 +1,18 @@
 """Tools that `verl tool-server` brings: Python in the sandbox, a calculator, search in a folder of texts.
 
-They run in tool processes (`tool_host.py`), which are killed when a call exceeds its time.
+They run in tool processes (`tool_processes.py`), which are killed when a call exceeds its time.
 """
 
 from __future__ import annotations
 
 import ast
-import dataclasses
 import functools
-import json
 import math
 import operator
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,24 +24,21 @@ from verl.errors import ConfigError
 from verl.json_input import open_regular
 
 
-def builtin_spec(python: SandboxConfig | None, documents: Path | None) -> str:
-    """Which tools there are, besides the calculator, for `load_builtin` in another process."""
-    return json.dumps(
-        {
-            "python": None if python is None else dataclasses.asdict(python),
-            "documents": None if documents is None else str(documents),
-        }
-    )
+@dataclass(frozen=True)
+class BuiltinTools:
+    """Which tools there are, besides the calculator."""
+
+    python: SandboxConfig | None = None
+    documents: Path | None = None
 
 
-def load_builtin(spec: str) -> HostedFactory:
-    """The tools of a `builtin_spec`. What they read, they read here: forked processes share it."""
-    given = json.loads(spec)
+def load_builtin(wanted: BuiltinTools) -> HostedFactory:
+    """What the tools read, they read here: forked processes share it."""
     functions = [calculator]
-    if given["python"] is not None:
-        functions.append(python_within(SandboxConfig(**given["python"])))
-    if given["documents"] is not None:
-        functions.append(search_in(Path(given["documents"])))
+    if wanted.python is not None:
+        functions.append(python_within(wanted.python))
+    if wanted.documents is not None:
+        functions.append(search_in(wanted.documents))
     tools = [(ToolFunction.of(function), function) for function in functions]
     info = HostedInfo("built-in tools", [tool.schema for tool, _ in tools], hooks=(), stateful=False)
     return HostedFactory(info, functools.partial(HostedFunctions, tools))

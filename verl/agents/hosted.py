@@ -97,30 +97,25 @@ class HostedObject(HostedFunctions):
         super().__init__([(tool, getattr(self._object, method)) for tool, method in tools])
 
     async def reset(self, row: dict[str, Any]) -> str | None:
-        if "reset" not in self._hooks:
-            return None
-        return _text_or_none(
-            await finished(self._object.reset(**for_parameters(self._object.reset, row))), "reset"
-        )
+        takes = for_parameters(self._object.reset, row) if "reset" in self._hooks else {}
+        return _text_or_none(await self._hook("reset", **takes), "reset")
 
     async def user(self, reply: str, messages: list[Message]) -> str | None:
-        if "user" not in self._hooks:
-            return None
-        takes = parameters_of(self._object.user)
-        both = len(takes.names) > 1 or takes.any_number
-        return _text_or_none(
-            await finished(self._object.user(*((reply, messages) if both else (reply,)))), "user"
-        )
+        takes = parameters_of(self._object.user) if "user" in self._hooks else None
+        both = takes is not None and (len(takes.names) > 1 or takes.any_number)
+        return _text_or_none(await self._hook("user", *((reply, messages) if both else (reply,))), "user")
 
     async def turn_reward(self) -> float | None:
-        if "turn_reward" not in self._hooks:
-            return None
-        return as_reward(await finished(self._object.turn_reward()), "turn_reward")
+        return as_reward(await self._hook("turn_reward"), "turn_reward")
 
     async def reward(self) -> float | None:
-        if "reward" not in self._hooks:
-            return None
-        return as_reward(await finished(self._object.reward()), "reward")
+        return as_reward(await self._hook("reward"), "reward")
+
+    async def _hook(self, name: str, *arguments: Any, **named: Any) -> Any:
+        """What the hook returns; None where the class has none."""
+        return (
+            await finished(getattr(self._object, name)(*arguments, **named)) if name in self._hooks else None
+        )
 
     async def close(self) -> None:
         if callable(close := getattr(self._object, "close", None)):
@@ -134,7 +129,9 @@ async def finished(value: Any) -> Any:
     """A value, or that of a coroutine."""
     if not inspect.isawaitable(value):
         return value
-    await asyncio.sleep(0)  # the first step of a request runs outside the event loop (`tool_host.py`)
+    await asyncio.sleep(
+        0
+    )  # the first step of a request runs outside the event loop (`verl.user_process.Steps`)
     return await value
 
 

@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import contextlib
 import errno
+import functools
 import json
 import logging
 import threading
@@ -19,9 +20,8 @@ from typing import Any
 
 from verl import http_server
 from verl.agents.base import Schema, ToolCall, ToolFailed
-from verl.agents.builtin_tools import builtin_spec, python_within
-from verl.agents.tool_host import Target
-from verl.agents.tool_processes import ToolProcesses
+from verl.agents.builtin_tools import BuiltinTools, python_within
+from verl.agents.tool_processes import Target, ToolProcesses
 from verl.config.sections.reward import SandboxConfig
 from verl.errors import ConfigError, RewardError
 from verl.json_input import parse_json
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if not args.timeout > 0:
         raise ConfigError(f"--timeout {args.timeout:g} must be above 0")
-    builtin = builtin_spec(_python_limits(args), args.documents)
+    builtin = BuiltinTools(_python_limits(args), args.documents)
     with (
         served_tools(builtin, args.tools, args.timeout) as tools,
         ToolServer(args.host, args.port, tools) as server,
@@ -87,7 +87,7 @@ def _python_limits(args: argparse.Namespace) -> SandboxConfig | None:
 
 
 @contextlib.contextmanager
-def served_tools(builtin: str, specs: Sequence[str], timeout_s: float) -> Iterator[Tools]:
+def served_tools(builtin: BuiltinTools, specs: Sequence[str], timeout_s: float) -> Iterator[Tools]:
     """The built-in tools and the functions of `specs`, in processes that are killed when a call exceeds its time."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="tools", daemon=True).start()
@@ -95,18 +95,20 @@ def served_tools(builtin: str, specs: Sequence[str], timeout_s: float) -> Iterat
     def result_of(coroutine: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, loop).result()
 
-    processes = ToolProcesses([Target("builtin", builtin), *(Target("tools", spec) for spec in specs)])
+    processes = ToolProcesses(
+        [Target("builtin", "built-in tools", builtin), *(Target("tools", spec) for spec in specs)]
+    )
     places = asyncio.Semaphore(4 * usable_cores())  # programs at a time that the cores can bear
 
-    async def call_builtin(call: ToolCall) -> str:
+    async def call_tool(target: int, call: ToolCall) -> str:
+        if target:
+            return await processes.call(target, call, timeout_s)
         # The sandbox ends a program after `timeout_s`, and says what it has printed until then.
         async with places:
             return await processes.call(0, call, timeout_s + (_SANDBOX_S if call.name == "python" else 0.0))
 
-    def calls_of(target: int) -> Callable[[ToolCall], str]:
-        if target == 0:
-            return lambda call: result_of(call_builtin(call))
-        return lambda call: result_of(processes.call(target, call, timeout_s))
+    def call_now(target: int, call: ToolCall) -> str:
+        return str(result_of(call_tool(target, call)))
 
     try:
         tools: Tools = {}
@@ -124,7 +126,7 @@ def served_tools(builtin: str, specs: Sequence[str], timeout_s: float) -> Iterat
                     _log.info("--tools replaces the tool %r", name)
                 if target:
                     users.add(name)
-                tools[name] = (schema, calls_of(target))
+                tools[name] = (schema, functools.partial(call_now, target))
         yield tools
     finally:
         result_of(processes.close())

@@ -1,38 +1,177 @@
 """Tools, environments and users written in Python, in processes that can be killed.
 
 A call that misses its deadline, crashes, exits or floods its output costs only itself, or the one environment it
-belongs to: the process is killed with whatever it started, and the call is answered with a text for the model. Nothing
-that comes out of a tool is unpickled. All coroutines belong to one event loop, whose thread must live on until `close`:
-the kernel ends the processes with it.
+belongs to: the process is killed with whatever it started, and the call is answered with a text for the model. The
+processes are forked from one that has imported what the user wrote. All coroutines belong to one event loop, whose
+thread must live on until `close`: the kernel ends the processes with it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import importlib
 import logging
 import pickle
+import random
+import socket
+import sys
+import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, get_args
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, get_args
 from weakref import WeakValueDictionary
 
 from verl.agents.base import FailureKind, Message, ToolCall, ToolFailed, ToolsLost
-from verl.agents.hosted import Called, as_reward
-from verl.agents.tool_host import ForkServer, Target, ToolProcess
-from verl.agents.tools import HostedInfo
+from verl.agents.builtin_tools import BuiltinTools, load_builtin
+from verl.agents.hosted import Called, Hosted, as_reward
+from verl.agents.tools import HostedFactory, HostedInfo, load_environment, load_tools, load_user
 from verl.errors import RESUME, ConfigError
+from verl.user_code import error_line
+from verl.user_process import Connection, PythonProcess, Service
 
 MAX_WORKERS = 256
 """Processes that run plain functions, at most; a call waits for one."""
 MAX_SESSIONS = 256
 """Conversations that have processes of their own, at most; the next one waits for the end of another."""
+MAX_RESULT = 1 << 20
+"""Characters of a result that are kept, half of them from its end."""
+_MAX_ERROR = 1000
 _CLOSE_S = 5.0
 _MAX_RESTARTS = 3
 _FORKS_AHEAD = 16  # the socket's buffer has room for so many
 _SHOWN_FAILURES = 20
 
 _log = logging.getLogger(__name__)
+_output_log = logging.getLogger("verl.agents.output")
+
+
+@dataclass(frozen=True)
+class Target:
+    """What to import."""
+
+    kind: Literal["builtin", "tools", "environment", "user"]
+    spec: str
+    builtin: BuiltinTools | None = None
+
+
+# ---- in the processes
+
+
+def serve_targets(targets: Sequence[Target]) -> Service:
+    """Import every target. The description is of each factory the number of its target and its HostedInfo; requests are
+    (number of the factory, method of `Hosted`, its arguments, a seed or None), and ("close") ends the process."""
+    loaded: list[tuple[int, HostedFactory]] = []
+    for number, target in enumerate(targets):
+        if target.kind == "environment":
+            loaded += [(number, factory) for factory in load_environment(target.spec)]
+        elif target.builtin is not None:
+            loaded.append((number, load_builtin(target.builtin)))
+        else:
+            loaded.append((number, (load_user if target.kind == "user" else load_tools)(target.spec)))
+    if threading.active_count() > 1:
+        names = ", ".join(thread.name for thread in threading.enumerate()[1:])
+        sys.stderr.write(
+            f"Importing the tools started threads ({names}); forked processes do not have them. Start them in a call.\n"
+        )
+    importlib.import_module("jsonschema")  # or every process would, in its first call
+    if "numpy" in sys.modules:
+        importlib.import_module("numpy.random")
+    hosted: dict[int, Hosted] = {}  # every forked process fills its own
+
+    async def answer(
+        number: int, method: str, arguments: tuple[Any, ...], seed: int | None
+    ) -> dict[str, Any]:
+        if method == "close":
+            if number in hosted:
+                await hosted[number].close()
+            raise SystemExit(0)
+        if seed is not None:
+            _seed(seed)
+        try:
+            if number not in hosted:
+                hosted[number] = loaded[number][1].create()
+            return {"result": _cut(await getattr(hosted[number], method)(*arguments))}
+        except (Exception, asyncio.CancelledError) as error:  # sys.exit ends the process
+            kind = error.kind if isinstance(error, ToolFailed) else ""
+            return {"error": _describe(error), "kind": kind, "where": error_line(error)}
+
+    return Service(answer, [[number, asdict(factory.info)] for number, factory in loaded])
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed(seed & 0xFFFFFFFF)
+
+
+def _describe(error: BaseException) -> str:
+    try:
+        text = error.text if isinstance(error, ToolFailed) else f"{type(error).__name__}: {error}"
+    except Exception:  # a user's __str__ may raise anything
+        text = type(error).__name__
+    return text if len(text) <= _MAX_ERROR else text[:_MAX_ERROR] + " ..."
+
+
+def _cut(value: Any) -> Any:
+    if isinstance(value, tuple):  # of a call, with its reward
+        return [_cut(each) for each in value]
+    if isinstance(value, str) and len(value) > MAX_RESULT:
+        half = MAX_RESULT // 2
+        return f"{value[:half]}\n[{len(value) - MAX_RESULT} characters left out]\n{value[-half:]}"
+    return value
+
+
+# ---- the trainer's end
+
+
+class ToolProcess(Connection):
+    """A forked process."""
+
+    max_line = 16 * MAX_RESULT  # every character escaped
+    pid = 0
+
+    async def started(self) -> None:
+        self.pid = (await self._answer).get("started", 0)
+
+
+class ForkServer(PythonProcess):
+    """The process that imports the targets and forks the others."""
+
+    def __init__(self) -> None:
+        super().__init__(_output_log)
+        self.loaded: list[tuple[int, dict[str, Any]]] = []
+        self._processes: set[ToolProcess] = set()
+
+    @classmethod
+    async def start(cls, targets: Sequence[Target]) -> ForkServer:
+        server = cls()
+        try:
+            loaded = await server.load(f"{__name__}:serve_targets", targets, ConfigError, forks=True)
+            if loaded is None:
+                specs = ", ".join(target.spec for target in targets)
+                raise ConfigError(f"Importing {specs} {await server.how_it_ended()}.")
+        except BaseException:
+            await server.kill()
+            raise
+        server.loaded = loaded
+        return server
+
+    async def fork(self, process: ToolProcess) -> None:
+        """Ask for a process; it has started, or could not be, after `process.started`."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            await process.connect(ours)
+            try:
+                socket.send_fds(self.socket, [b"f"], [theirs.fileno()])
+            except OSError as error:
+                process.end(f"could not be started ({error})")
+        self._processes = {other for other in self._processes if not other.ended} | {process}
+
+    async def kill(self) -> None:
+        for process in self._processes:
+            process.end("was closed")
+        await super().kill()
 
 
 class ToolProcesses:
@@ -69,8 +208,8 @@ class ToolProcesses:
         ToolFailed: for the model to read."""
         process = await self._idle_worker()
         try:
-            answer = await self._ask(process, target, call.name, "call", _arguments(call), timeout_s)
-            return _called(answer)[0]
+            request = (target, "call", (call.name, call.arguments), None)
+            return _called(await self._ask(process, call.name, request, timeout_s))[0]
         finally:
             if process.ended:
                 self._workers.discard(process)
@@ -90,7 +229,7 @@ class ToolProcesses:
         """End all processes; calls that run or wait fail. Safe to call twice."""
         self._closing = True
         if self._server is not None:
-            await self._server.end()
+            await self._server.kill()
 
     # ---- processes
 
@@ -150,25 +289,16 @@ class ToolProcesses:
             )
         self.restarts += 1
         _log.warning("the process that starts the tools %s; it is started again", problem)
-        await lost.end()
+        await lost.kill()
         try:
             self._server = await ForkServer.start(self._targets)
         except ConfigError as error:
             raise ToolsLost(f"The tools cannot be imported any more: {error}") from error
 
-    async def _ask(
-        self,
-        process: ToolProcess,
-        target: int,
-        name: str,
-        method: str,
-        arguments: tuple[Any, ...],
-        timeout_s: float,
-        seed: int | None = None,
-    ) -> Any:
+    async def _ask(self, process: ToolProcess, name: str, request: tuple[Any, ...], timeout_s: float) -> Any:
         """The result of one request; `name` is what the failure is said of."""
         try:
-            payload = pickle.dumps((target, method, arguments, seed))
+            payload = pickle.dumps(request)
         except Exception as error:  # pickling calls whatever __reduce__ the data has
             raise ToolFailed(f"{name} failed: its arguments cannot be sent ({error})") from error
         answer = await process.request(payload, timeout_s)
@@ -238,7 +368,7 @@ class Instance:
         return _text_or_none(await self._request("reset", (row,), timeout_s))
 
     async def call(self, call: ToolCall, timeout_s: float) -> Called:
-        return _called(await self._request("call", _arguments(call), timeout_s, call.name))
+        return _called(await self._request("call", (call.name, call.arguments), timeout_s, call.name))
 
     async def user(self, reply: str, messages: list[Message], timeout_s: float) -> str | None:
         return _text_or_none(await self._request("user", (reply, messages), timeout_s))
@@ -269,35 +399,30 @@ class Instance:
         async with self._lock:
             if self._closed:
                 raise ToolFailed("The environment has ended: it was closed.")
-            seed = None
-            if self._process is None:
+            seed, before = None, self._process
+            if before is None:
                 await self._seat.take()
+            elif before.ended and not self._replaceable:
+                raise ToolFailed(f"The environment has ended: it {before.ended}.")
+            if before is None or before.ended:
                 self._process, seed = ToolProcess(), self._seed
                 await self._owner._fork(self._process)
-            elif self._process.ended:
-                if not self._replaceable:
-                    raise ToolFailed(f"The environment has ended: it {self._process.ended}.")
-                await self._replace(timeout_s)
-            return await self._owner._ask(
-                self._process, self._target, name or method, method, arguments, timeout_s, seed
-            )
+                if before is not None and self._row is not None:
+                    await self._ask("reset", (self._row,), timeout_s, seed)
+                    seed = None
+            return await self._ask(method, arguments, timeout_s, seed, name)
 
-    async def _replace(self, timeout_s: float) -> None:
-        self._process = ToolProcess()
-        await self._owner._fork(self._process)
-        if self._row is not None:
-            await self._owner._ask(
-                self._process, self._target, "reset", "reset", (self._row,), timeout_s, self._seed
-            )
+    async def _ask(
+        self, method: str, arguments: tuple[Any, ...], timeout_s: float, seed: int | None, name: str = ""
+    ) -> Any:
+        assert self._process is not None
+        request = (self._target, method, arguments, seed)
+        return await self._owner._ask(self._process, name or method, request, timeout_s)
 
 
 def _info(fields: dict[str, Any]) -> HostedInfo:
     """JSON has no tuples."""
     return HostedInfo(**{**fields, "hooks": tuple(fields["hooks"]), "columns": tuple(fields["columns"])})
-
-
-def _arguments(call: ToolCall) -> tuple[Any, ...]:
-    return call.name, call.arguments
 
 
 def _called(answer: Any) -> Called:

@@ -14,8 +14,7 @@ from typing import Any, TypeVar
 from verl.agents.base import Schema, ToolCall, ToolProvider
 from verl.agents.formats import ToolFormat
 from verl.agents.mcp import MCPTools
-from verl.agents.tool_host import Target
-from verl.agents.tool_processes import ToolProcesses
+from verl.agents.tool_processes import Target, ToolProcesses
 from verl.agents.tool_server import TextServer, connect_tool_server
 from verl.agents.tools import HostedInfo
 from verl.agents.users import EndpointUser

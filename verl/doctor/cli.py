@@ -73,9 +73,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--timeout is {args.timeout:g}; it must be above 0")
     folder, arguments = parse_target(args.what)
     default = [word.partition("=")[2] for word in arguments if word.startswith("trainer.default_local_dir=")]
-    installed = (
-        importlib.util.find_spec("packaging") is not None
-    )  # the first of the core packages we need here
+    # The core packages we need here.
+    installed = all(importlib.util.find_spec(name) is not None for name in ("packaging", "psutil"))
     groups = (
         []
         if not installed

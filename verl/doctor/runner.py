@@ -6,29 +6,23 @@ run in a new process.
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import importlib
 import json
 import os
-import signal
-import subprocess
-import sys
-import tempfile
-import time
+import pickle
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.doctor.finding import Finding, Status, one_line
 from verl.errors import VerlError
 
+if TYPE_CHECKING:
+    from verl.user_process import Service
+
 _START_S = 20.0
 """For starting Python, on top of the limit of the first probe."""
-_CHILD = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from verl.doctor.runner import child; child()"
-)
 
 
 @dataclass(frozen=True)
@@ -58,119 +52,75 @@ class Answer:
     def fatal(self) -> bool:
         return any(finding.status == "fatal" for finding in self.findings)
 
+    @property
+    def stops(self) -> bool:
+        """Whether the probes after it in its group are skipped."""
+        return self.probe.required and self.fatal
+
 
 def run_groups(groups: Sequence[Sequence[Probe]], limit_s: float | None = None) -> list[Answer]:
     """Run each group in a separate process, a few at once; `limit_s` replaces the limits of the probes."""
-    running: set[subprocess.Popen[bytes]] = set()
-    with ThreadPoolExecutor(max(2, min(4, os.cpu_count() or 1)), thread_name_prefix="verl-doctor") as pool:
-        futures = [pool.submit(_run_group, list(group), limit_s, running) for group in groups]
-        try:
-            return [answer for future in futures for answer in future.result()]
-        except BaseException:
-            # The children run in separate sessions: an interrupt of this process does not reach them.
-            for future in futures:
-                future.cancel()
-            for process in list(running):
-                _kill(process)
-            raise
+    return asyncio.run(_run_groups(groups, limit_s))
 
 
-def _run_group(
-    probes: list[Probe], limit_s: float | None, running: set[subprocess.Popen[bytes]]
-) -> list[Answer]:
+async def _run_groups(groups: Sequence[Sequence[Probe]], limit_s: float | None) -> list[Answer]:
+    places = asyncio.Semaphore(max(2, min(4, os.cpu_count() or 1)))
+    async with asyncio.TaskGroup() as running:
+        tasks = [running.create_task(_run_group(list(group), limit_s, places)) for group in groups]
+    return [answer for task in tasks for answer in task.result()]
+
+
+async def _run_group(probes: list[Probe], limit_s: float | None, places: asyncio.Semaphore) -> list[Answer]:
     answers: list[Answer] = []
-    while probes:
-        if answers and answers[-1].probe.required and answers[-1].fatal:
+    while rest := probes[len(answers) :]:
+        if answers and answers[-1].stops:
             skipped = f"not tried: {answers[-1].probe.name} does not work"
-            return answers + [Answer(probe, [Finding(probe.name, "note", skipped)]) for probe in probes]
-        found = _run_child(probes, limit_s, running)
-        answers += found
-        probes = probes[len(found) :]
+            return answers + [Answer(probe, [Finding(probe.name, "note", skipped)]) for probe in rest]
+        async with places:
+            answers += await _run_process(rest, limit_s)
     return answers
 
 
-def _run_child(
-    probes: list[Probe], limit_s: float | None, running: set[subprocess.Popen[bytes]]
-) -> list[Answer]:
-    """The answers of one process: of all probes, or of those up to the one that broke it."""
-    with tempfile.TemporaryDirectory(prefix="verl-doctor-") as folder:
-        results, output = Path(folder, "results"), Path(folder, "output")
-        jobs = [(p.name, p.target, p.on_failure, dict(p.arguments), p.required) for p in probes]
-        command = [sys.executable, "-P", "-c", _CHILD, *map(json.dumps, (sys.path, str(results), jobs))]
-        environment = {**os.environ, **probes[0].environment}
-        with open(output, "wb") as file:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
-                env=environment,
-                start_new_session=True,
-            )
-        running.add(process)
-        try:
-            how = _wait(process, results, [limit_s or probe.limit_s for probe in probes])
-        finally:
-            _kill(process)
-            running.discard(process)
-        lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
-        answers = [
-            Answer(probe, [Finding(**found) for found in json.loads(line)])
-            for probe, line in zip(probes, lines, strict=False)
-        ]
-        stopped = bool(answers) and answers[-1].probe.required and answers[-1].fatal
-        if len(answers) < len(probes) and not stopped:
-            printed = output.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-            seen = f"the check hangs or crashes: {how}" + (
-                f", after: {one_line(printed[-1])}" if printed else ""
-            )
-            probe = probes[len(answers)]
-            answers.append(Answer(probe, [Finding(probe.name, probe.on_failure, seen, probe.fix)]))
-        return answers
+async def _run_process(probes: list[Probe], limit_s: float | None) -> list[Answer]:
+    """The answers of one process: of all probes, or of those up to the one that broke it or stops its group."""
+    from verl.user_process import PythonProcess  # needs a package that may be missing
 
-
-def _wait(process: subprocess.Popen[bytes], results: Path, limits: list[float]) -> str:
-    """Wait until the process ends or one of its probes takes longer than its limit; how it ended."""
-    done, since, started = 0, time.monotonic() + _START_S, False
-    while done < len(limits) and time.monotonic() - since < limits[done]:
-        try:
-            code = process.wait(0.1)
-            return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        except subprocess.TimeoutExpired:
-            if not results.exists():
-                continue
-            finished = results.read_bytes().count(b"\n")
-            if finished > done or not started:
-                done, since, started = finished, time.monotonic(), True
-    return f"no answer within {limits[min(done, len(limits) - 1)]:g} s"
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """The process and what it started. One in an uninterruptible system call is left behind."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(2.0)
-
-
-def child() -> None:
-    """In the child: write one line of findings per probe."""
-    results, jobs = map(json.loads, sys.argv[2:4])
-    with open(results, "w", encoding="utf-8") as file:
-        for name, target, on_failure, arguments, required in jobs:
-            findings = _findings(name, target, on_failure, arguments)
-            file.write(json.dumps([asdict(finding) for finding in findings], default=str) + "\n")
-            file.flush()
-            if required and any(finding.status == "fatal" for finding in findings):
+    answers: list[Answer] = []
+    process = PythonProcess(None, environment=probes[0].environment)
+    try:
+        start_s = _START_S + (limit_s or probes[0].limit_s)
+        await process.load(f"{__name__}:serve_probes", None, VerlError, timeout_s=start_s)
+        for probe in probes:
+            limit = limit_s or probe.limit_s
+            request = (probe.name, probe.target, probe.on_failure, dict(probe.arguments))
+            message = await process.request(pickle.dumps(request), limit)
+            if not message:
+                how = "" if message is None else await process.how_it_ended()
+                how = how or f"no answer within {limit:g} s, after: {process.last_line() or 'no output'}"
+                seen = f"the check hangs or crashes: {how}"
+                return [*answers, Answer(probe, [Finding(probe.name, probe.on_failure, seen, probe.fix)])]
+            answers.append(Answer(probe, [Finding(**fields) for fields in message["findings"]]))
+            if answers[-1].stops:
                 break
-    os._exit(0)  # threads and exit handlers of packages must not delay the answer
+        return answers
+    finally:
+        await process.kill()
 
 
-def _findings(name: str, target: str, on_failure: Status, arguments: dict[str, Any]) -> list[Finding]:
+def serve_probes(_: None) -> Service:
+    """In the process: requests are (name, target, status of a failure, arguments)."""
+    from verl.user_process import Service
+
+    return Service(_answer)
+
+
+async def _answer(name: str, target: str, on_failure: Status, arguments: dict[str, Any]) -> dict[str, Any]:
     try:
         module, _, function = target.partition(":")
-        return list(getattr(importlib.import_module(module), function)(**arguments))
+        findings = list(getattr(importlib.import_module(module), function)(**arguments))
     except VerlError as error:
-        return [Finding(name, on_failure, one_line(str(error), 1200))]
+        findings = [Finding(name, on_failure, one_line(str(error), 1200))]
     except BaseException as error:  # a broken package raises anything, SystemExit included
-        return [Finding(name, on_failure, f"could not be checked: {one_line(error)}")]
+        findings = [Finding(name, on_failure, f"could not be checked: {one_line(error)}")]
+    text = json.dumps([asdict(finding) for finding in findings], default=str)
+    return {"findings": json.loads(text)}

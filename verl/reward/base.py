@@ -6,7 +6,8 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -88,31 +89,34 @@ class RewardManager(ABC):
         """End worker processes."""
 
 
+Call = Future[list[RewardResult]]
+"""A call of a function or a model: one result per sample."""
 _counting = threading.Lock()
 """Backends answer from threads of their own."""
 
 
-def count_asked(count: int) -> None:
-    """So many rewards were asked for (`verl.observe.live`)."""
+def new_call(samples: Sequence[RewardSample]) -> Call:
+    """So many rewards are asked for (`verl.observe.live`)."""
     with _counting:
-        live.add("rewards_waiting", count)
+        live.add("rewards_waiting", len(samples))
+    return Future()
 
 
-def count_answered(results: Collection[RewardResult]) -> None:
-    """These rewards, asked for before, are there."""
+def answer(call: Call, results: list[RewardResult]) -> None:
     with _counting:
         live.add("rewards_waiting", -len(results))
         live.add("rewards_total", len(results))
         live.add("rewards_failed_total", sum(result.score is None for result in results))
+    call.set_result(results)
 
 
 class Backend(ABC):
-    """Runs reward functions, by number, or one model. Every submitted call gets one result per sample."""
+    """Runs reward functions, by number, or one model."""
 
     calls: int | None = None
     """Calls of functions so far, failed ones included; None for a model or a judge."""
     drains_any_time = False
-    """Whether calls may be drained earlier than a batch is needed, at no cost and with the same results."""
+    """Whether calls may be waited for earlier than a batch is needed, at no cost and with the same results."""
 
     @property
     @abstractmethod
@@ -120,17 +124,33 @@ class Backend(ABC):
         """What each function takes."""
 
     @abstractmethod
-    def submit(self, key: Hashable, function: int, samples: Sequence[RewardSample]) -> None:
-        """Queue one call; `key` is how `drain` names its results."""
+    def submit(self, function: int, samples: Sequence[RewardSample]) -> Call:
+        """Queue one call. Other threads may submit and wait at the same time."""
 
-    @abstractmethod
-    def drain(self, keys: Collection[Hashable] | None = None) -> dict[Hashable, list[RewardResult]]:
-        """Wait for the calls with these keys, all of them submitted before (None: for all), and return their results;
-        those of others stay. `submit` may be called from another thread meanwhile."""
+    def run(self, calls: Sequence[Call]) -> None:  # noqa: B027 - most run by themselves
+        """Run these calls, on the caller's thread; before they are waited for."""
 
     @abstractmethod
     def close(self) -> None:
         """Release processes and memory. Safe to call twice."""
+
+
+class LocalBackend(Backend):
+    """Calls that happen in this process, when their results are wanted."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[Call, tuple[int, Sequence[RewardSample]]] = {}
+
+    def submit(self, function: int, samples: Sequence[RewardSample]) -> Call:
+        call = new_call(samples)
+        self._waiting[call] = (function, samples)
+        return call
+
+    def take(self, calls: Sequence[Call]) -> list[tuple[Call, int, Sequence[RewardSample]]]:
+        return [(call, *self._waiting.pop(call)) for call in calls]
+
+    def close(self) -> None:
+        self._waiting.clear()
 
 
 @dataclass

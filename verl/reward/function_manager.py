@@ -5,16 +5,16 @@ Each single score is in `extra` under the reward's name, and a sample that one o
 
 from __future__ import annotations
 
-import itertools
 import threading
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Sequence
+from concurrent.futures import FIRST_EXCEPTION, wait
 from dataclasses import dataclass, replace
 from typing import Any
 
 from verl.config.sections.reward import OverlongBufferConfig
 from verl.errors import ConfigError, RewardError
 from verl.reward import sandbox
-from verl.reward.base import Backend, RewardManager, RewardResult, RewardSample, causes
+from verl.reward.base import Backend, Call, RewardManager, RewardResult, RewardSample, causes
 from verl.reward.functions import FunctionSpec, ScorerFunction, Signature
 from verl.reward.scorers import check_data_sources, uses_sandbox
 from verl.reward.scoring import rows_text
@@ -64,21 +64,9 @@ class FunctionRewardManager(RewardManager):
         self.terms = list(terms)
         self._backends = list(dict.fromkeys(term.backend for term in terms))
         self._overlong, self._max_response_length = overlong, max_response_length
-        # Every submitted sample has its own number in its keys, so that what an interrupted batch left behind is never
-        # taken for a result of the next.
-        self._numbers = itertools.count()
         self._lock = threading.Lock()
-        self._samples: dict[int, tuple[int, RewardSample]] = {}
+        self._samples: dict[int, tuple[RewardSample, list[Call | None]]] = {}
         self._calls_taken = 0
-
-    @property
-    def reward_keys(self) -> list[str]:
-        """Names under which `extra` holds the single scores; empty with only one reward."""
-        return [term.label for term in self.terms] if len(self.terms) > 1 else []
-
-    @property
-    def reward_weights(self) -> list[float]:
-        return [term.weight for term in self.terms] if len(self.terms) > 1 else []
 
     @property
     def signatures(self) -> list[Signature]:
@@ -104,45 +92,37 @@ class FunctionRewardManager(RewardManager):
         return results
 
     def submit(self, sample: RewardSample) -> None:
-        number = next(self._numbers)
-        for position, term in enumerate(self.terms):
-            if not term.signature.is_batch:
-                term.backend.submit((number, position), term.function, [sample])
+        calls = [
+            None if term.signature.is_batch else term.backend.submit(term.function, [sample])
+            for term in self.terms
+        ]
         with self._lock:
             # One that an interrupted batch left goes, with its place in the order.
             self._samples.pop(sample.index, None)
-            self._samples[sample.index] = (number, sample)
+            self._samples[sample.index] = (sample, calls)
 
     def collect(self, indices: Collection[int] | None = None) -> dict[int, RewardResult]:
-        numbers, samples = self._take(indices)
-        if not samples:
+        taken = self._take(indices)
+        if not taken:
             return {}
-        batch = next(self._numbers)
-        keys: dict[Backend, list[Hashable]] = {backend: [] for backend in self._backends}
-        for number in numbers:
-            for position, term in enumerate(self.terms):
-                if not term.signature.is_batch:
-                    keys[term.backend].append((number, position))
+        samples = [sample for sample, _ in taken]
+        columns: list[list[Call]] = []
         for position, term in enumerate(self.terms):
-            if term.signature.is_batch:
-                term.backend.submit((batch, position), term.function, samples)
-                keys[term.backend].append((batch, position))
-        done: dict[Hashable, list[RewardResult]] = {}
+            calls = [row[position] for _, row in taken]
+            single = [call for call in calls if call is not None]
+            columns.append(single or [term.backend.submit(term.function, samples)])
         for backend in self._backends:
-            done.update(backend.drain(keys[backend]))
-        columns = [
-            done[batch, position]
-            if term.signature.is_batch
-            else [done[number, position][0] for number in numbers]
-            for position, term in enumerate(self.terms)
-        ]
-        results = [self._sum(row) for row in zip(*columns, strict=True)]
+            pairs = zip(self.terms, columns, strict=True)
+            backend.run([call for term, calls in pairs if term.backend is backend for call in calls])
+        wait([call for calls in columns for call in calls], return_when=FIRST_EXCEPTION)
+        scores = [[result for call in calls for result in call.result()] for calls in columns]
+        results = [self._sum(row) for row in zip(*scores, strict=True)]
         if self._overlong is not None:
             results = self._penalized(self._overlong, samples, results)
         return {sample.index: result for sample, result in zip(samples, results, strict=True)}
 
-    def _take(self, indices: Collection[int] | None) -> tuple[list[int], list[RewardSample]]:
-        """Remove these samples from those submitted; returns their numbers and them."""
+    def _take(self, indices: Collection[int] | None) -> list[tuple[RewardSample, list[Call | None]]]:
+        """Remove these samples from those submitted; returns them with their calls (None: of the whole batch)."""
         with self._lock:
             wanted = list(self._samples) if indices is None else sorted(set(indices))
             if unknown := [index for index in wanted if index not in self._samples]:
@@ -150,8 +130,7 @@ class FunctionRewardManager(RewardManager):
                     f"rewards of samples that were not submitted, or were collected before, were asked for: "
                     f"{rows_text([str(index) for index in unknown])}"
                 )
-            taken = [self._samples.pop(index) for index in wanted]
-        return [number for number, _ in taken], [sample for _, sample in taken]
+            return [self._samples.pop(index) for index in wanted]
 
     def scores_singly(self) -> bool:
         return all(term.backend.drains_any_time and not term.signature.is_batch for term in self.terms)

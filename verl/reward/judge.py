@@ -13,7 +13,7 @@ import random
 import re
 import threading
 import time
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ import httpx
 from verl.config.sections.reward import JudgeConfig
 from verl.errors import ConfigError
 from verl.json_input import parse_json
-from verl.reward.base import Backend, RewardResult, RewardSample, count_answered, count_asked
+from verl.reward.base import Backend, Call, RewardResult, RewardSample, answer, new_call
 from verl.reward.functions import Signature
 from verl.reward.http import UnusableAnswer, post
 from verl.reward.scoring import interpret
@@ -64,21 +64,22 @@ class JudgeBackend(Backend):
         limits = httpx.Limits(max_connections=config.max_concurrency)
         self._client = httpx.Client(limits=limits)
         self._threads = ThreadPoolExecutor(config.max_concurrency, thread_name_prefix="judge")
-        self._pending: dict[Hashable, Future[list[RewardResult]]] = {}
         self._closing = threading.Event()
 
     @property
     def signatures(self) -> list[Signature]:
         return [Signature("judge", by_name=("prompt", "response", "ground_truth"))]
 
-    def submit(self, key: Hashable, function: int, samples: Sequence[RewardSample]) -> None:
-        count_asked(len(samples))
-        self._pending[key] = self._threads.submit(lambda: [self._judge(sample) for sample in samples])
+    def submit(self, function: int, samples: Sequence[RewardSample]) -> Call:
+        call = new_call(samples)
 
-    def drain(self, keys: Collection[Hashable] | None = None) -> dict[Hashable, list[RewardResult]]:
-        wanted = list(self._pending) if keys is None else keys
-        pending = {key: self._pending.pop(key) for key in wanted}
-        return {key: future.result() for key, future in pending.items()}
+        def end(judging: Future[None]) -> None:
+            if judging.cancelled():  # by `close`; somebody may wait for the call
+                call.set_exception(JudgeFailed("the run is ending"))
+
+        judging = self._threads.submit(lambda: answer(call, [self._judge(sample) for sample in samples]))
+        judging.add_done_callback(end)
+        return call
 
     def close(self) -> None:
         self._closing.set()
@@ -87,13 +88,12 @@ class JudgeBackend(Backend):
     def _judge(self, sample: RewardSample) -> RewardResult:
         try:
             text = self._ask(sample)
-            result = interpret({"score": self._score(text), "judge_answer": text[-500:]}, "judge", sample)
+            return interpret({"score": self._score(text), "judge_answer": text[-500:]}, "judge", sample)
         except Exception as error:  # the answer may be anything
             problem = str(error) if isinstance(error, JudgeFailed) else f"{type(error).__name__}: {error}"
-            text = f"The judge {self._config.model} at {self._url} failed: {problem}"
-            result = RewardResult(None, error=text)
-        count_answered([result])
-        return result
+            return RewardResult(
+                None, error=f"The judge {self._config.model} at {self._url} failed: {problem}"
+            )
 
     def _score(self, answer: str) -> float:
         """The last number of the answer, after its thinking."""

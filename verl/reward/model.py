@@ -8,7 +8,7 @@ separate GPUs. Scores do not depend on how samples are batched.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from verl.errors import ModelError, TrainingHalted
 from verl.models.attention import keep_score_cap
 from verl.models.loading import torch_dtype
 from verl.models.rope import per_row, row_lengths
-from verl.reward.base import Backend, RewardResult, RewardSample, count_answered, count_asked
+from verl.reward.base import Call, LocalBackend, RewardResult, RewardSample, answer
 from verl.reward.functions import Signature
 
 DEFAULT_BATCH = 8
@@ -130,44 +130,36 @@ class RewardModel:
         return logits[:, 0].float().cpu()
 
 
-class ModelBackend(Backend):
+class ModelBackend(LocalBackend):
     """The reward model in this process; loaded when first needed."""
 
     def __init__(self, config: RewardModelConfig) -> None:
+        super().__init__()
         check_path(config)
         self._config = config
         self.model: RewardModel | None = None
-        self._tasks: dict[Hashable, Sequence[RewardSample]] = {}
 
     @property
     def signatures(self) -> list[Signature]:
         return [Signature("reward_model", by_name=("prompts", "completions"))]
 
-    def submit(self, key: Hashable, function: int, samples: Sequence[RewardSample]) -> None:
-        count_asked(len(samples))
-        self._tasks[key] = samples
-
-    def drain(self, keys: Collection[Hashable] | None = None) -> dict[Hashable, list[RewardResult]]:
-        tasks = {key: self._tasks.pop(key) for key in (list(self._tasks) if keys is None else keys)}
-        if not tasks:
-            return {}
+    def run(self, calls: Sequence[Call]) -> None:
+        if not calls:
+            return
         if self.model is None:
             self.model = RewardModel.from_config(self._config)
         model = self.model
         model.onload()
         try:
-            found = {}
-            for key, samples in tasks.items():
-                found[key] = model.results(samples)
-                count_answered(found[key])
-            return found
+            for call, _, samples in self.take(calls):
+                answer(call, model.results(samples))
         finally:
             if self._config.param_offload:
                 model.offload()
 
     def close(self) -> None:
         self.model = None
-        self._tasks.clear()
+        super().close()
 
 
 def check_path(config: RewardModelConfig) -> None:

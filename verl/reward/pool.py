@@ -2,7 +2,8 @@
 
 Every submitted task gets exactly one answer. A call that misses its deadline, crashes, exits or exceeds the memory
 limit costs only its own samples their score: the worker's whole process tree is killed before a new worker starts, and
-tasks that waited behind it run again.
+tasks that waited behind it run again. Each worker imports the functions itself, instead of being forked from one that
+has: what a file opens or starts when it is imported (threads, a GPU, connections) works in every worker.
 
 One thread runs an event loop that starts the workers and talks to them: the kernel ends a worker with the thread that
 started it.
@@ -21,31 +22,122 @@ import resource
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from verl import processes
 from verl.config.sections.reward import RewardConfig
 from verl.errors import RewardError
-from verl.json_input import parse_json
 from verl.memory import host_memory_limit
-from verl.reward.base import Backend, RewardResult, RewardSample, count_answered, count_asked
-from verl.reward.functions import FunctionSpec, Signature
-from verl.reward.pending import PendingCalls
-from verl.reward.scoring import rows_text
-from verl.reward.worker import Task, WorkerProcess, WorkerSetup
+from verl.reward import sandbox
+from verl.reward.base import Backend, Call, RewardResult, RewardSample, answer, new_call
+from verl.reward.functions import FunctionSpec, Signature, load, load_function
+from verl.reward.scorers import register_scorer
+from verl.reward.scoring import FunctionExited, rows_text, score
+from verl.user_process import PythonProcess, Service
 
 _log = logging.getLogger(__name__)
+_output_log = logging.getLogger("verl.reward.output")
 
-_START_LIMIT_S = 600.0
 _MAX_FAILED_STARTS = 3
 GRACE_S = 2.0  # an async function's own deadline fires first; this is for one that blocks its event loop
 _AHEAD_S = 0.05  # so much work is sent ahead, so that a worker need not wait for us between quick calls
 _MAX_AHEAD = 16
 _CHECK_S = 0.1
 _IDLE_CHECK_S = 1.0
-_MAX_LINE = 1 << 30
+
+
+@dataclass(frozen=True)
+class WorkerSetup:
+    """What a worker imports, and under which limits."""
+
+    specs: tuple[FunctionSpec, ...]
+    config: RewardConfig
+    scorers: Mapping[str, str]
+    """Scorers the user registered in the trainer, as `module:function`."""
+
+
+def serve_functions(setup: WorkerSetup) -> Service:
+    """In a worker process: import the functions. Its requests are (task id, number of the function, samples)."""
+    config = setup.config
+    sandbox.configure(config)
+    if config.memory_limit_mb is not None:
+        limit = config.memory_limit_mb << 20
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    for data_source, target in setup.scorers.items():
+        register_scorer(data_source)(load_function(FunctionSpec(target, key="register_scorer")))
+    functions = [load(spec) for spec in setup.specs]
+
+    async def answer_task(task: int, number: int, samples: list[RewardSample]) -> dict[str, Any]:
+        try:
+            results = await score(functions[number], samples, config.timeout_s)
+        except FunctionExited as error:
+            results = [RewardResult(None, error=str(error)) for _ in samples]
+        return {"id": task, "results": [[result.score, result.extra, result.error] for result in results]}
+
+    signatures = [function.signature for function in functions]
+    concurrent = any(signature.is_async for signature in signatures)
+    return Service(answer_task, [asdict(signature) for signature in signatures], concurrent)
+
+
+@dataclass(eq=False)
+class Task:
+    """One call: a function and the samples it is for, pickled."""
+
+    id: int
+    call: Call
+    function: int
+    rows: tuple[str, ...]
+    payload: bytes
+    sent_at: float = 0.0
+    alone: bool = False
+    """Set after a crash whose cause is unclear: the second attempt has a worker to itself."""
+
+
+class Worker(PythonProcess):
+    """A worker process, and the tasks it was sent. `memory_bytes` limits it with everything it starts, where a cgroup
+    can; `answered` gets every answer."""
+
+    def __init__(self, memory_bytes: int, answered: Callable[[Worker, dict[str, Any]], None]) -> None:
+        self.tasks: dict[int, Task] = {}
+        self.ready = False
+        self.last_reply_at = 0.0
+        self.suspects: list[Task] | None = None
+        """Tasks for which it was killed, or some of them."""
+        self.seen_pids: set[int] = set()
+        """Of the worker and what it started, as far as `pids` met them."""
+        self.cgroup = processes.MemoryCgroup.create(memory_bytes)
+        self._answered = answered
+        super().__init__(_output_log, [] if self.cgroup is None else [self.cgroup.join_fd])
+
+    def received(self, message: dict[str, Any]) -> None:
+        if self.ready:
+            self._answered(self, message)
+        else:
+            super().received(message)
+
+    def end_for(self, reason: str, suspects: list[Task]) -> None:
+        """Stop talking to it; `_keep_worker` then kills it and starts another."""
+        self.suspects = suspects
+        self.end(reason)
+
+    def pids(self) -> list[int]:
+        """The processes of the worker and of what it started."""
+        if self.cgroup is not None:
+            pids = self.cgroup.pids()
+        else:
+            pids = [process.pid for process in processes.descendants(self.process.pid)]
+        self.seen_pids.update(pids)
+        return pids
+
+    async def kill(self) -> None:
+        self.pids()
+        await super().kill()
+        processes.remove_sysv_segments(self.seen_pids)
+        if self.cgroup is not None:
+            self.cgroup.close()
+            self.cgroup = None
 
 
 class WorkerPool(Backend):
@@ -82,15 +174,14 @@ class WorkerPool(Backend):
         )
         self._per_worker = max(1, cfg.max_concurrency // num_workers)
         self._signatures: list[Signature] = []
+        self._concurrent = False
         self._ids = itertools.count()
-        self._workers: list[WorkerProcess] = []
+        self._workers: list[Worker] = []
         self._failed_starts = 0
         self._call_s = 0.0
         # Shared between the callers' threads and the event loop's, under `_changed`.
         self._changed = threading.Condition()
         self._queue: deque[Task] = deque()
-        self._results: dict[Hashable, list[RewardResult]] = {}
-        self._pending = PendingCalls(self._changed)
         self._failure: RewardError | None = None
         self._loop = asyncio.new_event_loop()
         self._closing = asyncio.Event()
@@ -113,9 +204,8 @@ class WorkerPool(Backend):
         """Of the workers' supervisors."""
         return [worker.process.pid for worker in self._workers]
 
-    def submit(self, key: Hashable, function: int, samples: Sequence[RewardSample]) -> None:
-        task_id, samples = next(self._ids), list(samples)
-        count_asked(len(samples))
+    def submit(self, function: int, samples: Sequence[RewardSample]) -> Call:
+        task_id, samples, call = next(self._ids), list(samples), new_call(samples)
         try:
             payload = pickle.dumps((task_id, function, samples))
         except Exception as error:  # pickling calls whatever __reduce__ the data has
@@ -123,28 +213,18 @@ class WorkerPool(Backend):
                 f"The row cannot be sent to a reward worker process ({type(error).__name__}: {error}); "
                 f"set reward.in_process=True or drop that column."
             )
-            results = [RewardResult(None, error=text) for _ in samples]
-            with self._changed:
-                self._results[key] = results
-            count_answered(results)
-            return
-        task = Task(task_id, key, function, tuple(sample.row_name for sample in samples), payload)
+            answer(call, [RewardResult(None, error=text) for _ in samples])
+            return call
+        task = Task(task_id, call, function, tuple(sample.row_name for sample in samples), payload)
         with self._changed:
             if self._failure is not None:
                 raise self._failure
             self._queue.append(task)
-            self._pending.add(key)
             first = len(self._queue) == 1
         if first:  # otherwise the loop knows that tasks are waiting
-            with contextlib.suppress(RuntimeError):  # the loop has just ended: drain says why
+            with contextlib.suppress(RuntimeError):  # the loop has just ended: the call says why
                 self._loop.call_soon_threadsafe(self._dispatch)
-
-    def drain(self, keys: Collection[Hashable] | None = None) -> dict[Hashable, list[RewardResult]]:
-        with self._changed:
-            self._pending.wait(keys, lambda: self._failure is not None)
-            if self._failure is not None:
-                raise self._failure
-            return {key: self._results.pop(key) for key in (list(self._results) if keys is None else keys)}
+        return call
 
     def close(self) -> None:
         """End the workers and whatever they started. Safe to call twice."""
@@ -165,12 +245,15 @@ class WorkerPool(Backend):
             failure = error
         except OSError as error:
             failure = RewardError(f"A reward worker process cannot be started: {error}{_file_limit(error)}.")
-        except Exception as error:  # drain must not wait for ever
+        except Exception as error:  # nobody must wait for ever
             _log.exception("the reward pool failed")
             failure = RewardError(f"The reward pool failed: {type(error).__name__}: {error}")
         with self._changed:
             self._failure = failure
             self._changed.notify_all()
+            unanswered = [*self._queue, *(task for worker in self._workers for task in worker.tasks.values())]
+        for task in unanswered:
+            task.call.set_exception(failure)
 
     async def _serve(self) -> None:
         coroutines = [self._closing.wait(), self._enforce_limits()]
@@ -181,25 +264,23 @@ class WorkerPool(Backend):
             future.cancel()
         await asyncio.gather(*pending, return_exceptions=True)
         for worker in self._workers:
-            await worker.end()
+            await worker.kill()
         for future in done:
             future.result()
 
     async def _keep_worker(self) -> None:
         """Keep one worker running until the pool closes; RewardError when it cannot be started."""
         while True:
-            worker = WorkerProcess(self._memory_limit)
+            worker = Worker(self._memory_limit, self._take_answer)
             self._workers.append(worker)
-            self._loop.add_reader(worker.output, worker.read_output)
             try:
-                await self._talk(worker)
-                worker.ending = True
+                await self._start(worker)
+                await worker.over.wait()
                 problem = await self._how_it_ended(worker)
             finally:
-                await worker.end()
+                await worker.kill()
             self._workers.remove(worker)
             self.restarts += 1
-            problem += worker.last_output()
             if worker.ready:
                 self._reassign(worker, problem)
                 continue
@@ -209,49 +290,35 @@ class WorkerPool(Backend):
                     f"The reward function {self._names}, imported in a worker process, {problem}."
                 )
 
-    async def _talk(self, worker: WorkerProcess) -> None:
-        """Pass replies on until the socket closes or something else than a reply comes out of it."""
-        reader, worker.writer = await asyncio.open_unix_connection(sock=worker.socket, limit=_MAX_LINE)
-        worker.send(pickle.dumps(self._setup))
-        with contextlib.suppress(ConnectionError, ValueError, KeyError, TypeError):
-            while (line := await reader.readline()).endswith(b"\n"):
-                worker.read_output()  # what a call printed is logged before its result arrives
-                self._handle(worker, parse_json(line))
-
-    async def _how_it_ended(self, worker: WorkerProcess) -> str:
-        if worker.kill_reason:
-            return worker.kill_reason
-        await worker.wait(3.0)
-        if worker.cgroup is not None and worker.cgroup.ran_out_of_memory():
-            return self._memory_problem("too much")
-        if worker.process.returncode is None:
-            return "broke the connection to the trainer and was killed"
-        return processes.describe_exit(worker.process.returncode)
-
-    def _handle(self, worker: WorkerProcess, message: dict[str, Any]) -> None:
-        if "load_error" in message:
-            raise RewardError(message["load_error"])
-        if "ready" in message:
+    async def _start(self, worker: Worker) -> None:
+        loaded = await worker.load(f"{__name__}:serve_functions", self._setup, RewardError)
+        if loaded is not None:
             worker.ready = True
             self._failed_starts = 0
             with self._changed:
-                self._signatures = [Signature(**item) for item in message["ready"]]
+                self._signatures = [Signature(**fields) for fields in loaded]
+                self._concurrent = any(signature.is_async for signature in self._signatures)
                 self._changed.notify_all()
-        else:
-            task = worker.tasks.pop(message["id"])
-            now = time.monotonic()
-            took = now - max(worker.last_reply_at, task.sent_at)
-            worker.last_reply_at = now
-            self._call_s = took if self._call_s == 0.0 else 0.9 * self._call_s + 0.1 * took
-            self._answer(task, [RewardResult(*row) for row in message["results"]])
+            self._dispatch()
+
+    async def _how_it_ended(self, worker: Worker) -> str:
+        how = await worker.how_it_ended()
+        if worker.suspects is None and worker.cgroup is not None and worker.cgroup.ran_out_of_memory():
+            return self._memory_problem("too much")
+        return how
+
+    def _take_answer(self, worker: Worker, message: dict[str, Any]) -> None:
+        task = worker.tasks.pop(message["id"])
+        now = time.monotonic()
+        took = now - max(worker.last_reply_at, task.sent_at)
+        worker.last_reply_at = now
+        self._call_s = took if self._call_s == 0.0 else 0.9 * self._call_s + 0.1 * took
+        self._answer(task, [RewardResult(*row) for row in message["results"]])
         self._dispatch()
 
     def _answer(self, task: Task, results: list[RewardResult]) -> None:
-        count_answered(results)
-        with self._changed:
-            self._results[task.key] = results
-            self.calls += 1
-            self._pending.end(task.key)
+        self.calls += 1
+        answer(task.call, results)
 
     def _dispatch(self) -> None:
         with self._changed:
@@ -266,8 +333,8 @@ class WorkerPool(Backend):
                 worker.tasks[task.id] = task
                 worker.send(task.payload)
 
-    def _can_take(self, worker: WorkerProcess, task: Task) -> bool:
-        if not worker.ready or worker.ending:
+    def _can_take(self, worker: Worker, task: Task) -> bool:
+        if not worker.ready or worker.ended:
             return False
         if task.alone or any(other.alone for other in worker.tasks.values()):
             return not worker.tasks
@@ -276,11 +343,7 @@ class WorkerPool(Backend):
         ahead = int(_AHEAD_S / self._call_s) if self._call_s else 1
         return len(worker.tasks) <= min(ahead, _MAX_AHEAD)
 
-    @property
-    def _concurrent(self) -> bool:
-        return any(signature.is_async for signature in self._signatures)
-
-    def _running(self, worker: WorkerProcess) -> list[Task]:
+    def _running(self, worker: Worker) -> list[Task]:
         """The calls a worker is busy with: the oldest, or all of them with async functions."""
         tasks = list(worker.tasks.values())
         return tasks if self._concurrent else tasks[:1]
@@ -294,41 +357,39 @@ class WorkerPool(Backend):
             await asyncio.sleep(_CHECK_S if any(worker.tasks for worker in self._workers) else _IDLE_CHECK_S)
             start = time.monotonic()
             for worker in self._workers:
-                if not worker.ending:
+                if not worker.ended:
                     self._enforce_deadline(worker, start)
-                if not worker.ending and start >= next_scan:
+                if not worker.ended and start >= next_scan:
                     self._enforce_memory(worker)
             if start >= next_scan:  # reading /proc may take long on a machine with very many processes
                 next_scan = time.monotonic() + 20 * (time.monotonic() - start)
 
-    def _enforce_deadline(self, worker: WorkerProcess, now: float) -> None:
+    def _enforce_deadline(self, worker: Worker, now: float) -> None:
         running = self._running(worker)
-        if not worker.ready and now >= worker.started_at + _START_LIMIT_S:
-            worker.kill(f"did not finish importing within {_START_LIMIT_S:g} s", [])
         # The deadline is of the call, not of the wait behind others.
         since = 0.0 if self._concurrent else worker.last_reply_at
         late = [now - max(task.sent_at, since) - self.timeout_s for task in running]
         if late and max(late) >= (GRACE_S if self._concurrent else 0.0):
             reason = f"took longer than reward.timeout_s={self.timeout_s:g} s and was killed"
-            worker.kill(reason, [task for task, by in zip(running, late, strict=True) if by >= 0.0])
+            worker.end_for(reason, [task for task, by in zip(running, late, strict=True) if by >= 0.0])
 
-    def _enforce_memory(self, worker: WorkerProcess) -> None:
+    def _enforce_memory(self, worker: Worker) -> None:
         pids = worker.pids()
         if worker.cgroup is not None:
             return  # the kernel does
         in_files = processes.open_memory_bytes(pids) + sum(processes.sysv_segments(worker.seen_pids).values())
         if (used := processes.resident_bytes(pids, in_files)) > self._memory_limit:
-            worker.kill(self._memory_problem(f"{used >> 20} MB of"), self._running(worker))
+            worker.end_for(self._memory_problem(f"{used >> 20} MB of"), self._running(worker))
 
     def _memory_problem(self, used: str) -> str:
         limit = f"limit {self._memory_limit >> 20} MB, reward.memory_limit_mb"
         return f"used {used} memory ({limit}) and was killed"
 
-    def _reassign(self, worker: WorkerProcess, problem: str) -> None:
+    def _reassign(self, worker: Worker, problem: str) -> None:
         """Fail the calls that ended the worker and queue the others again. A call that only may have ended it is tried
         once more, alone: it may have been a neighbour, or something an earlier call left behind."""
-        certain = bool(worker.kill_reason) and not self._concurrent
-        suspects = worker.suspects if worker.kill_reason else self._running(worker)
+        certain = worker.suspects is not None and not self._concurrent
+        suspects = self._running(worker) if worker.suspects is None else worker.suspects
         again = []
         for task in worker.tasks.values():
             if task in suspects and (certain or task.alone):

@@ -12,13 +12,14 @@ import inspect
 import math
 import os
 import threading
-from collections.abc import Awaitable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from verl.errors import RewardError
-from verl.reward.base import Backend, RewardResult, RewardSample, count_answered, count_asked
+from verl.reward.base import Call, LocalBackend, RewardResult, RewardSample, answer
 from verl.reward.functions import RewardFunction, Signature
 from verl.user_code import error_line
+from verl.user_process import Steps
 
 _EXTRA_DEPTH = 16  # levels of nesting; scores are also in checkpoints, whose JSON has a limit
 _EXTRA_LIMIT = 2000  # characters kept of an extra value that is not a number, and of its name
@@ -32,27 +33,16 @@ class _OSExit(SystemExit):
     """What `os._exit` raises instead of ending the process."""
 
 
-def score(
+async def score(
     function: RewardFunction, samples: Sequence[RewardSample], timeout_s: float | None = None
 ) -> list[RewardResult]:
     """Results of one call: a batch function gets all of `samples`, any other function exactly one. Raises
-    FunctionExited; the deadline applies to async functions only."""
+    FunctionExited; the deadline applies to async functions only. What a plain function does comes before the first
+    await (`verl.user_process.Steps`)."""
     try:
         value = function.call(samples)
         if inspect.isawaitable(value):
-            value = asyncio.run(_bounded(value, timeout_s))
-        return _interpret(function, samples, value)
-    except (Exception, SystemExit) as error:  # user code may raise anything
-        return _failed(function, samples, error, timeout_s)
-
-
-async def score_async(
-    function: RewardFunction, samples: Sequence[RewardSample], timeout_s: float | None = None
-) -> list[RewardResult]:
-    """`score` inside an event loop, so that several calls can overlap."""
-    try:
-        value = function.call(samples)
-        if inspect.isawaitable(value):
+            await asyncio.sleep(0)
             value = await _bounded(value, timeout_s)
         return _interpret(function, samples, value)
     except (Exception, SystemExit) as error:  # user code may raise anything
@@ -97,11 +87,11 @@ def rows_text(rows: Sequence[str]) -> str:
     return between.join([*rows[:4], *(["..."] if len(rows) > 4 else [])])
 
 
-class InProcessBackend(Backend):
+class InProcessBackend(LocalBackend):
     """Calls functions in this process: for those that hold a GPU or that no other process can import.
 
-    Nothing can be killed here, so the deadline holds for async functions only. Calls happen in `drain`, on the caller's
-    thread, because such functions may depend on the thread they run on.
+    Nothing can be killed here, so the deadline holds for async functions only. Calls happen on the thread that waits
+    for them, because such functions may depend on the thread they run on.
     """
 
     drains_any_time = True
@@ -109,51 +99,36 @@ class InProcessBackend(Backend):
     def __init__(
         self, functions: Sequence[RewardFunction], timeout_s: float | None, max_concurrency: int
     ) -> None:
+        super().__init__()
         self.functions = list(functions)
         self.timeout_s = timeout_s
         self.max_concurrency = max_concurrency
         self.calls: int = 0
-        self._tasks: dict[Hashable, tuple[RewardFunction, Sequence[RewardSample]]] = {}
 
     @property
     def signatures(self) -> list[Signature]:
         return [function.signature for function in self.functions]
 
-    def submit(self, key: Hashable, function: int, samples: Sequence[RewardSample]) -> None:
-        count_asked(len(samples))
-        self._tasks[key] = (self.functions[function], samples)
-
-    def drain(self, keys: Collection[Hashable] | None = None) -> dict[Hashable, list[RewardResult]]:
-        tasks = [(key, *self._tasks.pop(key)) for key in (list(self._tasks) if keys is None else keys)]
+    def run(self, calls: Sequence[Call]) -> None:
+        tasks = [(call, self.functions[number], samples) for call, number, samples in self.take(calls)]
         self.calls += len(tasks)
-        concurrent = [task for task in tasks if task[1].signature.is_async]
-        with _without_os_exit():
-            results = {
-                key: self._counted(score(function, samples, self.timeout_s))
-                for key, function, samples in tasks
-                if not function.signature.is_async
-            }
-            return results | (asyncio.run(self._score_concurrently(concurrent)) if concurrent else {})
+        with _without_os_exit(), contextlib.closing(Steps()) as steps:
+            for call, function, samples in tasks:
+                if not function.signature.is_async:
+                    answer(call, steps.run(score(function, samples, self.timeout_s)))
+            if concurrent := [task for task in tasks if task[1].signature.is_async]:
+                asyncio.run(self._score_concurrently(concurrent))
 
     async def _score_concurrently(
-        self, tasks: list[tuple[Hashable, RewardFunction, Sequence[RewardSample]]]
-    ) -> dict[Hashable, list[RewardResult]]:
+        self, tasks: list[tuple[Call, RewardFunction, Sequence[RewardSample]]]
+    ) -> None:
         limit = asyncio.Semaphore(self.max_concurrency)
 
-        async def one(function: RewardFunction, samples: Sequence[RewardSample]) -> list[RewardResult]:
+        async def one(call: Call, function: RewardFunction, samples: Sequence[RewardSample]) -> None:
             async with limit:
-                return self._counted(await score_async(function, samples, self.timeout_s))
+                answer(call, await score(function, samples, self.timeout_s))
 
-        scored = await asyncio.gather(*(one(function, samples) for _, function, samples in tasks))
-        return dict(zip((key for key, _, _ in tasks), scored, strict=True))
-
-    @staticmethod
-    def _counted(results: list[RewardResult]) -> list[RewardResult]:
-        count_answered(results)
-        return results
-
-    def close(self) -> None:
-        self._tasks.clear()
+        await asyncio.gather(*(one(*task) for task in tasks))
 
 
 @contextlib.contextmanager

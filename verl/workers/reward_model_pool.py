@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,10 +23,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl.config.parallelism import rollout_pool, world_size
 from verl.errors import TrainingHalted, VerlError
-from verl.reward.base import Backend, RewardResult, RewardSample, count_answered, count_asked
+from verl.reward.base import Backend, Call, RewardResult, RewardSample, answer, new_call
 from verl.reward.functions import Signature
 from verl.reward.model import check_path, estimated_work, next_share
-from verl.reward.pending import PendingCalls
 from verl.workers.rank_process import remote_rank_process
 from verl.workers.ray_calls import RankCalls
 from verl.workers.ray_cluster import Cluster
@@ -54,7 +53,7 @@ END_S = 30.0
 class Waiting:
     """A response that waits for a process."""
 
-    key: Hashable
+    call: Call
     position: int
     sample: RewardSample
     work: int
@@ -143,10 +142,8 @@ class ModelPoolBackend(Backend):
         """Responses by the process that scored them."""
         self._changed = threading.Condition()
         self._waiting: list[Waiting] = []
-        self._pending = PendingCalls(self._changed)
-        self._results: dict[Hashable, list[RewardResult | None]] = {}
-        self._unscored: Counter[Hashable] = Counter()
-        """Responses of each call that have no result yet."""
+        self._unanswered: dict[Call, list[RewardResult | None]] = {}
+        """The results that each call has so far."""
         self._failure: VerlError | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._serve, name="reward-model-pool", daemon=True)
@@ -163,27 +160,18 @@ class ModelPoolBackend(Backend):
         # Of one response, not of the batch: so each comes as soon as it is finished.
         return [Signature("reward_model", by_name=("prompt", "response"))]
 
-    def submit(self, key: Hashable, function: int, samples: Sequence[RewardSample]) -> None:
-        hidden_size = self.pool.facts.hidden_size
-        count_asked(len(samples))
+    def submit(self, function: int, samples: Sequence[RewardSample]) -> Call:
+        hidden_size, call = self.pool.facts.hidden_size, new_call(samples)
         with self._changed:
-            self._raise_failure()
-            self._results[key] = [None] * len(samples)
+            if self._failure is not None:
+                raise self._failure
+            self._unanswered[call] = [None] * len(samples)
             for position, sample in enumerate(samples):
                 # The model sees the conversation only; the rest need not be sent.
                 seen = replace(sample, ground_truth=None, extra_info={}, columns={})
-                self._waiting.append(Waiting(key, position, seen, estimated_work(sample, hidden_size)))
-            if samples:
-                self._unscored[key] = len(samples)
-                self._pending.add(key)
+                self._waiting.append(Waiting(call, position, seen, estimated_work(sample, hidden_size)))
             self._changed.notify_all()
-
-    def drain(self, keys: Collection[Hashable] | None = None) -> dict[Hashable, list[RewardResult]]:
-        with self._changed:
-            self._pending.wait(keys, lambda: self._failure is not None)
-            self._raise_failure()
-            found = {key: self._results.pop(key) for key in (list(self._results) if keys is None else keys)}
-        return {key: [result for result in results if result is not None] for key, results in found.items()}
+        return call
 
     def close(self) -> None:
         """End the processes. Safe to call twice."""
@@ -194,10 +182,6 @@ class ModelPoolBackend(Backend):
             self.pool.end()
         self._thread.join(END_S)
         self.pool.close()
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
 
     # -- in the thread ------------------------------------------------------------------------------------------
 
@@ -218,9 +202,11 @@ class ModelPoolBackend(Backend):
                     self._add_results(rank, shares[ref], results)
         except (VerlError, RayError) as error:  # RayError: the connection to the cluster itself
             with self._changed:
-                if not self._closing:
-                    self._failure = error if isinstance(error, VerlError) else TrainingHalted(str(error))
-                self._changed.notify_all()
+                if self._closing:
+                    return
+                self._failure = error if isinstance(error, VerlError) else TrainingHalted(str(error))
+            for call in self._unanswered:
+                call.set_exception(self._failure)
 
     def _has_work(self, running: Mapping[Any, int]) -> bool:
         """Waits until there is some; False at the end."""
@@ -241,15 +227,15 @@ class ModelPoolBackend(Backend):
             return share
 
     def _add_results(self, rank: int, share: list[Waiting], results: Sequence[RewardResult]) -> None:
-        count_answered(results)
         with self._changed:
             for item, result in zip(share, results, strict=True):
-                self._results[item.key][item.position] = result
-                self._unscored[item.key] -= 1
-                if not self._unscored[item.key]:
-                    del self._unscored[item.key]
-                    self._pending.end(item.key)
+                self._unanswered[item.call][item.position] = result
             self.scored[rank] += len(share)
+            for call in {item.call for item in share}:
+                known = [result for result in self._unanswered[call] if result is not None]
+                if len(known) == len(self._unanswered[call]):
+                    del self._unanswered[call]
+                    answer(call, known)
 
 
 def _gpus_outside_ray(run: PPOConfig) -> list[str]:

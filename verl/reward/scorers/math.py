@@ -170,8 +170,7 @@ def symbolically_equal(left: str, right: str) -> bool:
             spec = FunctionSpec("verl.reward.scorers.algebra:verify", label="math-verify")
             limits = RewardConfig(timeout_s=SYMBOLIC_TIMEOUT_S, memory_limit_mb=2048)
             verifier = WorkerPool([spec], limits, quiet=True)
-        verifier.submit(0, 0, [RewardSample(0, "", left, ground_truth=right)])
-        result = verifier.drain()[0][0]
+        (result,) = verifier.submit(0, [RewardSample(0, "", left, ground_truth=right)]).result()
     return result.score == 1.0
 
 
