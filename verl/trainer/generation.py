@@ -27,7 +27,8 @@ from verl.config.model_path import folder_problem
 from verl.config.parallelism import EXTERNAL_ENGINES, engines
 from verl.config.schema import DataConfig
 from verl.data.chat import load_tokenizer
-from verl.data.files import absent, read_rows
+from verl.data.file_search import absent
+from verl.data.files import read_rows
 from verl.data.rl_dataset import RLDataset
 from verl.errors import ConfigError, DataError, RolloutError, missing_package
 from verl.observe.console import counting

@@ -28,7 +28,7 @@ from verl.config.schema import (
 )
 from verl.config.sizes import other_sizes, read_sizes, sizes_of
 from verl.config.teacher_checks import teacher_model_errors
-from verl.data.files import absent
+from verl.data.file_search import absent
 from verl.errors import ConfigError, ModelError
 
 logger = logging.getLogger(__name__)
