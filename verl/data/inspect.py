@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 
 from verl.config.known import CHAT_TEMPLATE_USES
-from verl.data.chat import ChatFormat, load_tokenizer
+from verl.data.chat import ChatFormat
 from verl.data.columns import STRINGS, is_text, likely_column
 from verl.data.conversations import Row, encode_answers, pair_rows, sft_answers
 from verl.data.files import Rows, read_rows
 from verl.data.messages import is_conversation, plain_text, read_messages
+from verl.data.tokenizer import load_tokenizer
 from verl.errors import DataError, VerlError
 
 _COLUMNS = ("prompt", "response", "messages", "tools", "chosen", "rejected")

@@ -20,14 +20,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from verl.atomic_file import replacing
-from verl.data.answers import AnswerColumn
-from verl.data.chat import ChatFormat, Tools, read_template, truncate
+from verl.data.chat import ChatFormat, Tools
 from verl.data.columns import require_column
+from verl.data.conversations import AnswerColumn
+from verl.data.dataset import SectionRows
 from verl.data.files import Files, Rows, read_rows
 from verl.data.loader import EpochOrder, Loader, MixturePart
 from verl.data.proto import DataProto
 from verl.data.reward_columns import extra_info_of, truth_of
-from verl.errors import ConfigError, DataError
+from verl.data.tokenizer import truncate
+from verl.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,20 +42,7 @@ ToolsOfRow = Callable[[Mapping[str, Any]], Tools]
 """The tools a row's prompt shows, where rows differ."""
 
 
-def choose_rows(total: int, limit: int, shuffle: bool, seed: int) -> np.ndarray:
-    """At most `limit` row numbers (-1: all), ascending: a seeded sample when shuffling, else the first ones."""
-    if limit < 0 or limit >= total:
-        return np.arange(total)
-    if limit == 0:
-        raise ConfigError(
-            "data.train_max_samples and data.val_max_samples must be at least 1, or -1 for all rows."
-        )
-    if shuffle:
-        return np.sort(np.random.default_rng([seed, total]).choice(total, size=limit, replace=False))
-    return np.arange(limit)
-
-
-class RLDataset:
+class RLDataset(SectionRows):
     """The prompts of the data section's files. `training` says which of its settings apply."""
 
     def __init__(
@@ -70,22 +59,13 @@ class RLDataset:
         """`tools`: the schemas shown to the policy by the chat template, for runs with tools; `files_key`: what
         messages call the files, where it is not data.train_files or data.val_files; `answers`: items have `answer_ids`,
         the ids of the answer in column `data.response_key`."""
+        shown = None if callable(tools) else tools
+        super().__init__(config, files, tokenizer, training, tools=shown, files_key=files_key)
         self._tools_of = tools if callable(tools) else None
-        if config.chat_template:
-            tokenizer.chat_template = read_template(config.chat_template)
         self.config = config
-        self.files_key = files_key or ("data.train_files" if training else "data.val_files")
-        self._chat = ChatFormat.of(tokenizer, config, tools=None if callable(tools) else tools)
-        self.rows = (
-            files
-            if isinstance(files, Rows)
-            else read_rows(files, key=self.files_key, split="train" if training else "test")
-        )
         require_column(self.rows, config.prompt_key, "data.prompt_key", "prompt", self.files_key)
         self._answers = AnswerColumn(config, self.rows, self._chat, self.files_key) if answers else None
-        limit = config.train_max_samples if training else config.val_max_samples
-        chosen = choose_rows(len(self.rows), limit, config.shuffle, config.seed)
-        self.kept = self._fitting(chosen)
+        self.kept = self._fitting(self._chosen)
         if self._answers is not None:
             self._answers.check(self.kept.tolist())
         self.parts: list[tuple[str, int, int]] = []

@@ -15,13 +15,13 @@ import numpy as np
 import torch
 
 from verl.data.assemble import pad_right
-from verl.data.chat import ChatFormat, read_template, truncate
 from verl.data.columns import require_column
 from verl.data.conversations import Answer, encode_answers, sft_answers
-from verl.data.files import Files, Rows, read_rows
-from verl.data.loader import EpochOrder, Loader
+from verl.data.dataset import EncodedRows, encoded_loader
+from verl.data.files import Files, Rows
+from verl.data.loader import Loader
 from verl.data.proto import DataProto
-from verl.data.rl_dataset import choose_rows
+from verl.data.tokenizer import truncate
 from verl.errors import DataError
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def sft_collate(items: Sequence[SFTItem], pad_id: int) -> DataProto:
     return DataProto.from_dict(tensors=tensors, non_tensors={"index": [item.index for item in items]})
 
 
-class SFTDataset:
+class SFTDataset(EncodedRows[SFTItem]):
     """The rows of the data section's files: prompt and response columns, or conversations."""
 
     def __init__(
@@ -78,18 +78,10 @@ class SFTDataset:
         *,
         training: bool = True,
     ) -> None:
-        if config.chat_template:
-            tokenizer.chat_template = read_template(config.chat_template)
+        super().__init__(config, files, tokenizer, training)
         self.config = config
-        self.tokenizer = tokenizer
-        self.files_key = "data.train_files" if training else "data.val_files"
-        self._chat = ChatFormat.of(tokenizer, config)
-        split = "train" if training else "test"
-        self.rows = files if isinstance(files, Rows) else read_rows(files, key=self.files_key, split=split)
         self._conversations = self._find_columns()
-        limit = config.train_max_samples if training else config.val_max_samples
-        chosen = choose_rows(len(self.rows), limit, config.shuffle, config.seed)
-        self.items = self._encode_all(chosen)
+        self.items = self._encode_all(self._chosen)
 
     def _find_columns(self) -> bool:
         """Whether the rows are conversations; refuses rows that are neither these nor prompt and response."""
@@ -195,15 +187,6 @@ class SFTDataset:
         except DataError as error:
             raise DataError(f"{self.files_key}: {error}") from error
 
-    def __len__(self) -> int:
-        return len(self.items)
-
-    def __getitem__(self, position: int) -> SFTItem:
-        return self.items[position]
-
-    def row_number(self, position: int) -> int:
-        return self.items[position].index
-
     def batch(self, positions: Sequence[int], uids: Sequence[str]) -> DataProto:
         batch = sft_collate([self.items[position] for position in positions], self.tokenizer.pad_token_id)
         return batch.union(DataProto.from_dict(non_tensors={"uid": uids}))
@@ -216,16 +199,7 @@ def sft_loader(
     training: bool = True,
     fit: Callable[[int], None] | None = None,
 ) -> Loader | None:
-    """The loader of the data section's training or validation rows; None without val_files.
-
-    `fit` is called with the rows per epoch before the size of a batch is read from `config`."""
-    files = config.train_files if training else config.val_files
-    if not files and not training:
-        return None
-    dataset = SFTDataset(config, files, tokenizer, training=training)
-    order = EpochOrder(len(dataset), seed=config.seed, shuffle=config.shuffle and training)
-    if fit is not None:
-        fit(len(order))
-    size = config.train_batch_size if training else min(config.train_batch_size, len(order))
-    workers = config.dataloader_num_workers
-    return Loader(dataset, size, order=order, drop_last=False, num_workers=workers)
+    """The loader of the data section's training or validation rows (`encoded_loader`)."""
+    return encoded_loader(
+        config, lambda files: SFTDataset(config, files, tokenizer, training=training), training, fit
+    )

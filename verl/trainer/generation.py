@@ -26,10 +26,10 @@ from verl.config.masking import mask_values
 from verl.config.model_path import folder_problem
 from verl.config.parallelism import EXTERNAL_ENGINES, engines
 from verl.config.schema import DataConfig
-from verl.data.chat import load_tokenizer
 from verl.data.file_search import absent
 from verl.data.files import read_rows
 from verl.data.rl_dataset import RLDataset
+from verl.data.tokenizer import load_tokenizer
 from verl.errors import ConfigError, DataError, RolloutError, missing_package
 from verl.observe.console import counting
 from verl.observe.jsonl import parse_row

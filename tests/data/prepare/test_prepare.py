@@ -381,7 +381,7 @@ def test_hub_splits_are_asked_for_by_name(monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_every_recipe_has_its_example_script(name: str, tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[3]
     file = root / "examples" / "data_preprocess" / f"{name}.py"
-    assert f'script("{name}", __doc__)' in file.read_text()
+    assert f'main(["prepare", "{name}", *sys.argv[1:]])' in file.read_text()
     assert f"examples/data_preprocess/{name}.py --local_dir" in file.read_text()
 
 

@@ -1,4 +1,4 @@
-"""`verl prepare NAME --from FILES --to DIR`, and the same as a script for examples/data_preprocess."""
+"""`verl prepare NAME --from FILES --to DIR`; examples/data_preprocess has the same as scripts."""
 
 from __future__ import annotations
 
@@ -157,25 +157,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", help=f"one of {', '.join(known())}")
     parser.add_argument(
         "--from",
+        "--source",
         dest="sources",
         nargs="+",
         default=[],
         metavar="FILE",
         help="files, folders (names with train, test, val become splits) or dataset ids; default: the dataset's own id",
     )
-    parser.add_argument(
-        "--to", dest="target", required=True, metavar="DIR", help="folder for train.parquet, ..."
-    )
-    _add_common(parser)
-
-
-def _add_common(parser: argparse.ArgumentParser) -> None:
+    about = "folder for train.parquet, ..."
+    parser.add_argument("--to", "--local_dir", dest="target", required=True, metavar="DIR", help=about)
     parser.add_argument("--format", choices=("parquet", "jsonl"), default="parquet", help="default: parquet")
     parser.add_argument("--limit", type=int, default=None, help="maximum number of rows per split")
     parser.add_argument("--overwrite", action="store_true", help="replace files that exist in the folder")
-    generated = parser.add_argument_group("generated problems")
+    options = parser.add_argument_group("generated problems")
     for name, (default, about) in _TASK_OPTIONS.items():
-        generated.add_argument(f"--{name}", type=int, default=None, help=f"{about} (default {default})")
+        options.add_argument(f"--{name}", type=int, default=None, help=f"{about} (default {default})")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -185,8 +181,14 @@ def run(args: argparse.Namespace) -> int:
         unused = [f"--{name}" for name in _TASK_OPTIONS if getattr(args, name) is not None]
         if unused:
             raise ConfigError(f"{', '.join(unused)}: only for generated problems; '{args.name}' reads files.")
-        how = {"form": args.format, "limit": args.limit, "overwrite": args.overwrite}
-        written = prepare(RECIPES[args.name], args.sources, args.target, **how)
+        written = prepare(
+            RECIPES[args.name],
+            args.sources,
+            args.target,
+            form=args.format,
+            limit=args.limit,
+            overwrite=args.overwrite,
+        )
     elif args.name in known_tasks() or args.name.startswith(("gym/", "tasks/")):
         if args.sources:
             raise ConfigError(f"'{args.name}' reads no files; datasets with files: {', '.join(RECIPES)}.")
@@ -200,20 +202,3 @@ def run(args: argparse.Namespace) -> int:
     for name, value in written[0].example.items():
         sys.stdout.write(f"  {name}: {str(value)[:300]}\n")
     return 0
-
-
-def script(name: str, description: str | None, argv: Sequence[str] | None = None) -> int:
-    """The program of examples/data_preprocess/NAME.py."""
-    from verl.runtime import run_command
-
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument(
-        "--local_dir", dest="target", required=True, help="folder for train.parquet, test.parquet"
-    )
-    parser.add_argument(
-        "--source", dest="sources", nargs="+", default=[], help="files, folders or a dataset id"
-    )
-    _add_common(parser)
-    args = parser.parse_args(argv)
-    args.name = name
-    return run_command(lambda: run(args))

@@ -115,10 +115,11 @@ def math(row: Source, index: int, split: str) -> Row | None:
 def countdown(row: Source, index: int, split: str) -> Row:
     given, target = first_of(row, ("nums", "numbers"), "numbers"), first_of(row, ("target",), "target")
     try:
-        truth = {"numbers": [int(number) for number in given], "target": int(target)}
+        numbers, goal = [int(number) for number in given], int(target)
     except (TypeError, ValueError) as error:
         raise DataError(f"numbers and target must be integers, got {given!r} and {target!r}") from error
-    return rl_row("tasks/countdown", question_of(**truth), truth, "math", {"split": split, "index": index})
+    truth, extra = {"numbers": numbers, "target": goal}, {"split": split, "index": index}
+    return rl_row("tasks/countdown", question_of(numbers, goal), truth, "math", extra)
 
 
 # -- programming problems

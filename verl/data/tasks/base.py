@@ -96,7 +96,7 @@ class Task(ABC):
         ]
 
     def row(self, problem: Problem, index: int, difficulty: int, split: Split) -> dict[str, Any]:
-        extra = {"index": index, "split": split, "difficulty": difficulty}
+        extra: dict[str, Any] = {"index": index, "split": split, "difficulty": difficulty}
         extra |= {"reference": f"{MARK} {problem.answer}", **problem.extra}
         return rl_row(self.data_source, problem.question, problem.truth, self.ability, extra)
 
