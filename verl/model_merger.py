@@ -111,8 +111,8 @@ def _merge(args: argparse.Namespace) -> int:
 def _test(args: argparse.Namespace) -> int:
     from rich.text import Text
 
-    from verl.checkpoint.hf_check import compare_weights
     from verl.checkpoint.merge import open_weights
+    from verl.checkpoint.weights import compare_weights
     from verl.observe.console import shared_console
 
     first, second = open_weights(_checkpoint_folder(args)), open_weights(args.test_hf_dir.expanduser())

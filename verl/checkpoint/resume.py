@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.checkpoint.hf_folder import HF_FOLDER
 from verl.checkpoint.manifest import Manifest, read_manifest
 from verl.checkpoint.state import check_part, check_rng, load_part, load_tree, restore_rng, wanted_sections
 from verl.checkpoint.steps import checked_path, in_use, newest_complete, step_name
+from verl.checkpoint.weights import HF_FOLDER
 from verl.distributed import Ranks
 from verl.engines.base import TrainEngine
 from verl.errors import CheckpointError, ConfigError, VerlError

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from verl.checkpoint.hf_folder import HF_FOLDER, CheckpointReader
 from verl.checkpoint.megatron.distcp import METADATA, DistTensors, Region
+from verl.checkpoint.weights import HF_FOLDER, CheckpointReader
 from verl.errors import CheckpointError
 from verl.models.loading import DTYPES
 
