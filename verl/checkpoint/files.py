@@ -134,7 +134,7 @@ def replace_file(path: Path, text: str) -> None:
     write_file(temporary, text)
     sync_file(temporary)
     os.replace(temporary, path)
-    sync_folder(path.parent)
+    sync_file(path.parent)
 
 
 def sync_all(paths: Iterable[Path], folders: Iterable[Path] = ()) -> None:
@@ -157,16 +157,12 @@ def record_of(path: Path) -> FileRecord:
 
 
 def sync_file(path: Path) -> None:
+    """Names (new files, renames) survive a power cut only when their folder was synced too."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def sync_folder(folder: Path) -> None:
-    """Names (new files, renames) survive a power cut only when their folder was synced too."""
-    sync_file(folder)
 
 
 def files_below(folder: Path) -> Iterable[Path]:

@@ -226,26 +226,21 @@ def _after_opened(before: str, answer: Mapping[str, Any]) -> str:
 
 
 def sft_answers(
-    chat: ChatFormat,
-    row: Mapping[str, Any],
-    where: str,
-    messages_key: str | None,
-    prompt_key: str,
-    response_key: str,
-    tools_key: str,
+    chat: ChatFormat, row: Mapping[str, Any], where: str, keys: Mapping[str, str], *, conversation: bool
 ) -> list[Answer]:
-    """What is learned of a row: a conversation in `messages_key`, or a prompt with its response."""
-    tools = as_tools(row.get(tools_key), where)
-    if messages_key is None:
-        before, following = read_exchange(
-            chat, row.get(prompt_key), row.get(response_key), where, response_key
-        )
+    """What is learned of a row: a conversation, or a prompt with its response. `keys`: the columns of messages, prompt,
+    response and tools."""
+    tools = as_tools(row.get(keys["tools"]), where)
+    if not conversation:
+        prompt, response = row.get(keys["prompt"]), row.get(keys["response"])
+        before, following = read_exchange(chat, prompt, response, where, keys["response"])
         return exchange_answers(chat, before, following, where, tools)
-    messages = read_messages(row.get(messages_key), f"'{messages_key}' of {where}")
+    given = row.get(keys["messages"])
+    messages = read_messages(given, f"'{keys['messages']}' of {where}")
     if messages is None:
         raise DataError(
-            f"'{messages_key}' of {where} is not a list of messages with 'role' and 'content': "
-            f"{str(row.get(messages_key))[:200]!r}."
+            f"'{keys['messages']}' of {where} is not a list of messages with 'role' and 'content': "
+            f"{str(given)[:200]!r}."
         )
     return conversation_answers(messages, chat, where, tools=tools)
 

@@ -184,6 +184,5 @@ def _encoded(
         if not ids:
             raise DataError(f"The prompt of {where} is empty.")
         return [(ids, [0] * len(ids))]
-    messages_key = keys["messages"] if kind == "chat" else None
-    answers = sft_answers(chat, row, where, messages_key, keys["prompt"], keys["response"], keys["tools"])
+    answers = sft_answers(chat, row, where, keys, conversation=kind == "chat")
     return encode_answers(chat, [answers], [where])[0]

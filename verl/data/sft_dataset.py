@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from verl.data.assemble import pad_right
+from verl.data.assemble import pad_rows
 from verl.data.columns import require_column
 from verl.data.conversations import Answer, encode_answers, sft_answers
 from verl.data.dataset import EncodedRows, encoded_loader
@@ -48,9 +48,9 @@ Encoded = tuple[np.ndarray, np.ndarray]
 def pad_encoded(rows: Sequence[Encoded], pad_id: int) -> dict[str, torch.Tensor]:
     """`input_ids`, `attention_mask`, `response_mask`, all [B, L], padded on the right."""
     return {
-        "input_ids": pad_right([ids for ids, _ in rows], pad_id, torch.long),
-        "attention_mask": pad_right([np.ones(len(ids), dtype=np.int64) for ids, _ in rows], 0, torch.long),
-        "response_mask": pad_right([mask for _, mask in rows], 0, torch.long),
+        "input_ids": pad_rows([ids for ids, _ in rows], pad_id, torch.long),
+        "attention_mask": pad_rows([np.ones(len(ids), dtype=np.int64) for ids, _ in rows], 0, torch.long),
+        "response_mask": pad_rows([mask for _, mask in rows], 0, torch.long),
     }
 
 
@@ -80,6 +80,9 @@ class SFTDataset(EncodedRows[SFTItem]):
     ) -> None:
         super().__init__(config, files, tokenizer, training)
         self.config = config
+        self._keys = {
+            name: getattr(config, f"{name}_key") for name in ("messages", "prompt", "response", "tools")
+        }
         self._conversations = self._find_columns()
         self.items = self._encode_all(self._chosen)
 
@@ -178,12 +181,8 @@ class SFTDataset(EncodedRows[SFTItem]):
             logger.warning("%d rows are dropped: nothing of their response remained", nothing_left)
 
     def _answers(self, row: Mapping[str, Any], where: str) -> list[Answer]:
-        config = self.config
-        key = config.messages_key if self._conversations else None
         try:
-            return sft_answers(
-                self._chat, row, where, key, config.prompt_key, config.response_key, config.tools_key
-            )
+            return sft_answers(self._chat, row, where, self._keys, conversation=self._conversations)
         except DataError as error:
             raise DataError(f"{self.files_key}: {error}") from error
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.agents.conversation import Conversation
-from verl.checkpoint.files import sync_folder
+from verl.checkpoint.files import sync_file
 from verl.config.keys import to_dict
 from verl.config.machine import machine_errors
 from verl.config.masking import mask_values
@@ -350,7 +350,7 @@ class Journal:
     def remove(self) -> None:
         """Delete the journal: the output is complete."""
         self.path.unlink()
-        sync_folder(self.path.parent)
+        sync_file(self.path.parent)
 
     def close(self) -> None:
         os.fsync(self._file.fileno())
