@@ -169,8 +169,6 @@ def test_easiest_first_with_ties_shuffled() -> None:
     orders = {tuple(EpochOrder(6, seed=s, difficulty=levels).positions(0).tolist()) for s in range(20)}
     assert all(sorted(levels[list(o)]) == levels[list(o)].tolist() for o in orders) and len(orders) > 3
     assert EpochOrder(6, shuffle=False, difficulty=levels).positions(3).tolist() == [4, 1, 3, 5, 0, 2]
-    with pytest.raises(DataError, match="2 difficulties for 3 rows"):
-        EpochOrder(3, difficulty=np.zeros(2))
 
 
 @settings(max_examples=30, deadline=None)
@@ -199,8 +197,6 @@ def test_mixtures_hold_their_shares_and_treat_rows_equally(
 def test_mixtures_that_cannot_be_drawn_from() -> None:
     with pytest.raises(DataError, match="'empty' has no usable rows"):
         EpochOrder(2, mixture=[MixturePart("empty", 1.0, np.arange(0))])
-    with pytest.raises(DataError, match="weight of 'a' must be above 0"):
-        EpochOrder(2, mixture=[MixturePart("a", 0.0, np.arange(2))])
 
 
 def test_restarting_gives_the_same_draws_by_the_same_names() -> None:

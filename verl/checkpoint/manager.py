@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -78,7 +79,7 @@ class CheckpointManager:
         """`continue_without`: however many saves fail, the caller goes on. `command`: which is training; it resumes no
         checkpoint of another one."""
         self.run_folder = Path(run_folder)
-        self.settings = dict(settings or {})
+        self.settings = defaultdict(PartSettings, settings or {})
         self.limits = Limits(
             {
                 "actor": max_actor_to_keep,
@@ -96,7 +97,7 @@ class CheckpointManager:
         self._resuming = Resuming(
             self.run_folder,
             self._ranks,
-            lambda part: self._of(part).load_contents,
+            lambda part: self.settings[part].load_contents,
             resume_mode,
             resume_from_path,
             command,
@@ -262,7 +263,7 @@ class CheckpointManager:
         op.snapshots = {name: self._staging.copy(name, taken) for name, taken in op.snapshots.items()}
 
     def _is_async(self, parts: Iterable[str]) -> bool:
-        return any(self._of(name).async_save for name in parts)
+        return any(self.settings[name].async_save for name in parts)
 
     def _reserve(self, snapshots: Mapping[str, Snapshot]) -> bool:
         """Host memory for a save in the background; a warning where there is none."""
@@ -389,7 +390,7 @@ class CheckpointManager:
         return f" (traceback in {file})"
 
     def _contents(self, name: str, weights: Mapping[str, torch.Tensor]) -> list[str]:
-        chosen = self._of(name).save_contents
+        chosen = self.settings[name].save_contents
         if chosen is not None:
             return list(chosen)
         small = sum(tensor.numel() for tensor in weights.values()) < HF_BY_DEFAULT_BELOW
@@ -413,9 +414,6 @@ class CheckpointManager:
                 known or "no validation",
             )
         return kept
-
-    def _of(self, part: str) -> PartSettings:
-        return self.settings.get(part, PartSettings())
 
     def _recover(self) -> None:
         if not self._recovered:

@@ -13,6 +13,7 @@ import logging
 import os
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -155,25 +156,24 @@ class RLDataset(SectionRows):
         """`data.curriculum_key`: one number per usable row."""
         require_column(self.rows, column, "data.curriculum_key", "difficulty", self.files_key)
         column_values = list(self.rows.column(column))
-        values = np.empty(len(self), dtype=np.float64)
-        for position, number in enumerate(map(int, self.kept)):
+        values = []
+        for number in self.kept.tolist():
             try:
-                values[position] = float(column_values[number])
+                values.append(float(column_values[number]))
             except (TypeError, ValueError):
-                values[position] = np.nan
-            if np.isnan(values[position]):
+                values.append(np.nan)
+            if np.isnan(values[-1]):
                 raise DataError(
                     f"data.curriculum_key={column}: {self.rows.origin(number)} has {column_values[number]!r}; "
                     "a difficulty must be a number."
                 )
-        return values
+        return np.asarray(values, dtype=np.float64)
 
     def data_sources(self) -> list[str]:
         """Every `data_source` among the usable rows, sorted; "" if a row has none."""
         sources = list(self.rows.column("data_source"))
-        return sorted(
-            {"" if sources[number] is None else str(sources[number]) for number in map(int, self.kept)}
-        )
+        kept = (sources[number] for number in self.kept.tolist())
+        return sorted({"" if source is None else str(source) for source in kept})
 
 
 def collate_prompts(items: Sequence[Mapping[str, Any]], uids: Sequence[str]) -> DataProto:
@@ -277,11 +277,20 @@ def prompt_lengths(
     run."""
     tools = [tools_of(rows[number]) for number in chosen.tolist()] if tools_of else None
     file = _cache_file(rows, chosen, prompt_key, chat, cache_dir, tools)
-    lengths = _load_lengths(file, len(chosen)) if file is not None else None
-    if lengths is None:
-        lengths = measure_lengths(rows, chosen, prompt_key, chat, tools)
-        if file is not None:
-            _store_lengths(file, lengths)
+    if file is None:
+        return measure_lengths(rows, chosen, prompt_key, chat, tools)
+    with suppress(OSError, ValueError, EOFError, zipfile.BadZipFile):
+        cached = np.load(file, allow_pickle=False)
+        array = isinstance(cached, np.ndarray)  # an archive is not
+        if array and cached.shape == chosen.shape and np.issubdtype(cached.dtype, np.integer):
+            return cached
+    lengths = measure_lengths(rows, chosen, prompt_key, chat, tools)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(file) as draft, open(draft, "wb") as lines:
+            np.save(lines, lengths, allow_pickle=False)
+    except OSError as error:
+        logger.warning("prompt lengths are not cached, %s cannot be written: %s", file, error)
     return lengths
 
 
@@ -335,22 +344,3 @@ def _tools_digest(tools: Sequence[Tools]) -> str:
             texts[id(shown)] = hashlib.sha256(text.encode()).digest()
         digest.update(texts[id(shown)])
     return digest.hexdigest()
-
-
-def _load_lengths(file: Path, count: int) -> np.ndarray | None:
-    try:
-        lengths = np.load(file, allow_pickle=False)
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile):
-        return None
-    array = isinstance(lengths, np.ndarray)  # an archive is not
-    usable = array and lengths.shape == (count,) and np.issubdtype(lengths.dtype, np.integer)
-    return lengths if usable else None
-
-
-def _store_lengths(file: Path, lengths: np.ndarray) -> None:
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(file) as draft, open(draft, "wb") as lines:
-            np.save(lines, lengths, allow_pickle=False)
-    except OSError as error:
-        logger.warning("prompt lengths are not cached, %s cannot be written: %s", file, error)
