@@ -12,10 +12,10 @@ order.
 from __future__ import annotations
 
 import logging
-import threading
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from verl.checkpoint.files import finish_removals
+from verl.checkpoint.files import finish_removals, in_background
 from verl.checkpoint.rehearsal import on_all_ranks, rehearse_part, shared_folder, warn_of_contents
 from verl.checkpoint.resume import RANDOM_STATE, SCHEDULES, TRAINER_STATE, Found, Resuming, resume_newest
 from verl.checkpoint.save_op import SaveOperation, Staging, cause_of
@@ -103,12 +103,9 @@ class CheckpointManager:
             command,
         )
         self._staging = Staging()
-        self._thread: threading.Thread | None = None
-        self._reserving: threading.Thread | None = None
-        self._saving: SaveOperation | None = None
-        self._problem: str | None = None
-        """Why the save in the background failed, on this rank."""
-        self._error: BaseException | None = None
+        self._reserving: Future[None] | None = None
+        self._saving: tuple[SaveOperation, Future[str | None]] | None = None
+        """The save in the background, and why it failed on this rank."""
         self.failure: str | None = None
         """Why the last save that failed did."""
         self._continue_without = continue_without
@@ -202,9 +199,7 @@ class CheckpointManager:
         ready = ready and self._on_all_ranks(lambda: steps.extend(self._open(op, engines, tokenizer)), op)
         ready = ready and all(self._on_all_ranks(each, op) for each in steps)
         if background and ready:
-            self._thread = threading.Thread(target=self._background, args=(op,), name="checkpoint")
-            self._thread.start()
-            self._saving = op
+            self._saving = op, in_background(lambda: self._background(op), "checkpoint")
             return None
         ready = ready and self._on_all_ranks(op.write, op)
         return self._outcome(op, ready and self._on_all_ranks(lambda: self._commit(op), op))
@@ -212,17 +207,12 @@ class CheckpointManager:
     def wait(self) -> Path | None:
         """Wait for a save in the background; its folder, or None. CheckpointError as in `save`."""
         finish_removals()
-        if self._thread is None:
+        if self._saving is None:
             return None
-        self._thread.join()
-        self._thread = None
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
-        (problem, *_) = self._ranks.gather(self._problem)  # rank 0 has that of any
+        (op, saving), self._saving = self._saving, None
+        (problem, *_) = self._ranks.gather(saving.result())  # rank 0 has that of any
         self.failure = problem or self.failure
-        assert self._saving is not None
-        return self._outcome(self._saving, problem is None)
+        return self._outcome(op, problem is None)
 
     def _outcome(self, op: SaveOperation, saved: bool) -> Path | None:
         """The folder of a save that all ranks have ended; its cleaning up."""
@@ -268,7 +258,7 @@ class CheckpointManager:
     def _reserve(self, snapshots: Mapping[str, Snapshot]) -> bool:
         """Host memory for a save in the background; a warning where there is none."""
         if self._reserving is not None:
-            self._reserving.join()
+            self._reserving.result()
             self._reserving = None
         for name, taken in snapshots.items():
             try:
@@ -305,9 +295,7 @@ class CheckpointManager:
                 with suppress(MemoryError, RuntimeError):  # the save itself reports what is missing
                     self._staging.reserve(name, each)
 
-        # Not a daemon: Python may not stop a thread in the middle of torch at exit.
-        self._reserving = threading.Thread(target=reserve, name="checkpoint memory")
-        self._reserving.start()
+        self._reserving = in_background(reserve, "checkpoint memory")
 
     def _open(
         self, op: SaveOperation, engines: Mapping[str, TrainEngine], tokenizer: Any
@@ -341,17 +329,14 @@ class CheckpointManager:
     def _archive_foreign_steps(self) -> None:
         self._foreign_steps = [path for path in self._foreign_steps if not archive(path)]
 
-    def _background(self, op: SaveOperation) -> None:
-        """Write the tensors, wait for the other ranks' files, commit. Without collectives, as it runs during
-        training."""
-        try:
-            self._problem = self._run_or_warn(op.write, op)
-            if self._problem is not None:
-                op.give_up(self._problem)
-            else:
-                self._problem = self._run_or_warn(lambda: self._commit(op), op)
-        except BaseException as error:  # raised in the training thread by `wait`
-            self._error = error
+    def _background(self, op: SaveOperation) -> str | None:
+        """Write the tensors, wait for the other ranks' files, commit; why that failed. Without collectives, as it runs
+        during training."""
+        problem = self._run_or_warn(op.write, op)
+        if problem is not None:
+            op.give_up(problem)
+            return problem
+        return self._run_or_warn(lambda: self._commit(op), op)
 
     def _on_all_ranks(self, action: Callable[[], object], op: SaveOperation) -> bool:
         """Run it on every rank; whether all could. One that failed alone would leave the others waiting."""
