@@ -245,13 +245,6 @@ class ChatFormat:
         text = self._probe([_QUESTION, {"role": "assistant", "content": "answered"}], False) or ""
         return as_given(text.rpartition("answered")[2]) if "answered" in text else None
 
-    def written_alone(self, message: Mapping[str, Any], where: str, tools: Tools | None) -> str:
-        """What the template writes for an answer after the header of its turn, whatever comes before; empty where it
-        does not begin with that header."""
-        before = self.render([_QUESTION], generate=True, where=where, tools=tools)
-        whole = self.render([_QUESTION, message], generate=False, where=where, tools=tools)
-        return whole.removeprefix(before) if whole.startswith(before) else ""
-
     @cached_property
     def _ends_turns(self) -> bool:
         """Whether the template ends answers with a special token, if it writes any."""

@@ -178,7 +178,10 @@ def _written(
     if not text and answer is messages[-1]:
         # The template left something out of the context when the answer came: Mistral's writes the system message only
         # while the question is last.
-        text = chat.written_alone(answer, where, tools)
+        asked = [{"role": "user", "content": "a"}]
+        header = chat.render(asked, generate=True, where=where, tools=tools)
+        whole = chat.render([*asked, answer], generate=False, where=where, tools=tools)
+        text = whole.removeprefix(header) if whole.startswith(header) else ""
     if text and (_holds(text, answer["content"]) or answer.get("tool_calls")):
         for name in ("content", "reasoning_content"):
             if not _holds(text, str(answer.get(name) or "")):

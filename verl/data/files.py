@@ -269,32 +269,30 @@ def _read_jsonl(path: Path) -> list[dict[str, Any]]:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
-            try:
-                row = parse_json(line)
-            except json.JSONDecodeError as error:
-                hint = looks_like(path) if number == 1 else ""
-                raise DataError(
-                    f"{path}, line {number} is not valid JSON: {error}. Each line must be one object.{hint}"
-                ) from error
-            except ValueError as error:  # nested too deeply, a number of too many digits
-                raise DataError(f"{path}, line {number} cannot be used: {error}.") from error
+            hint = looks_like(path) if number == 1 else ""
+            row = _parsed(line, f"{path}, line {number}", f" Each line must be one object.{hint}")
             rows.append(_checked(row, f"{path}, line {number}", line))
     return rows
 
 
-def _read_json(path: Path) -> list[dict[str, Any]]:
+def _parsed(text: str, where: str, hint: str = "") -> Any:
     try:
-        with _open(path) as file:
-            text = file.read()
-        content = parse_json(text)
+        return parse_json(text)
     except json.JSONDecodeError as error:
-        if error.msg == "Extra data":  # one object per line under the name .json is common
-            return _read_jsonl(path)
-        raise DataError(f"{path} is not valid JSON: {error}.") from error
-    except UnicodeDecodeError:
-        raise  # a ValueError too; `_read` reports it
+        raise DataError(f"{where} is not valid JSON: {error}.{hint}") from error
     except ValueError as error:  # nested too deeply, a number of too many digits
-        raise DataError(f"{path} cannot be used: {error}.") from error
+        raise DataError(f"{where} cannot be used: {error}.") from error
+
+
+def _read_json(path: Path) -> list[dict[str, Any]]:
+    with _open(path) as file:
+        text = file.read()
+    try:
+        content = _parsed(text, str(path))
+    except DataError as error:
+        if "Extra data" in str(error):  # one object per line under the name .json is common
+            return _read_jsonl(path)
+        raise
     if isinstance(content, dict):
         # {"data": [...]} and the like: the one list of objects is the data, unless it is the row's conversation.
         lists = [value for value in content.values() if isinstance(value, list)]
