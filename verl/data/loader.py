@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from verl.data.proto import DataProto
-from verl.errors import CheckpointError, ConfigError, DataError
+from verl.errors import CheckpointError, DataError
 
 logger = logging.getLogger(__name__)
 
@@ -143,8 +143,6 @@ class Loader:
         self._workers = num_workers
         if not len(self._order):
             raise DataError("The dataset has no rows.")
-        if batch_size < 1:
-            raise ConfigError(f"{key}={batch_size}: a batch needs at least one row.")
         if batch_size > len(self._order):
             raise DataError(
                 f"{key}={batch_size} is larger than the dataset: an epoch has {len(self._order)} usable rows. "

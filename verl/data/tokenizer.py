@@ -112,7 +112,5 @@ def truncate(ids: list[int], limit: int, mode: str) -> list[int]:
         return ids[len(ids) - limit :]
     if mode == "right":
         return ids[:limit]
-    if mode == "middle":
-        head = limit // 2
-        return ids[:head] + ids[len(ids) - (limit - head) :]
-    raise ConfigError(f"data.truncation={mode!r} is not known; allowed: error, left, right, middle.")
+    head = limit // 2
+    return ids[:head] + ids[len(ids) - (limit - head) :]
