@@ -95,10 +95,6 @@ def assemble_rollouts(
         raise DataError(
             f"There are {len(responses)} responses for {len(prompts)} prompts; they must match row by row."
         )
-    if not len(prompts):
-        raise DataError("There are no prompts to assemble.")
-    if "prompt_ids" not in prompts.non_tensor_batch:
-        raise DataError("The prompts carry no 'prompt_ids' column.")
     prompt_rows = [list(ids) for ids in prompts.non_tensor_batch["prompt_ids"]]
     response_rows = [list(response.token_ids) for response in responses]
     masks = _response_masks(responses)
