@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from verl.config.sections.preference import PreferenceAlgorithmConfig
-from verl.data.columns import require_column
+from verl.data.columns import as_number, require_column
 from verl.data.conversations import Row, pair_rows
 from verl.data.dataset import EncodedRows, encoded_loader
 from verl.data.files import Files, Rows
@@ -121,11 +121,8 @@ class PreferenceDataset(EncodedRows[PreferenceItem]):
         value = self.rows[number].get(name)
         if value is None or value == "":  # which an empty cell of a CSV file is
             return 0.0
-        try:
-            margin = float("nan" if isinstance(value, bool) else value)
-        except (TypeError, ValueError, OverflowError):
-            margin = float("nan")
-        if not np.isfinite(margin):
+        margin = as_number(value)
+        if isinstance(value, bool) or not np.isfinite(margin):
             raise DataError(
                 f"{self.files_key}: '{name}' (data.margin_key) of {self.rows.origin(number)} is {value!r}; it must be "
                 "a finite number."

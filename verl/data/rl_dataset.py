@@ -22,7 +22,7 @@ import numpy as np
 
 from verl.atomic_file import replacing
 from verl.data.chat import ChatFormat, Tools
-from verl.data.columns import require_column
+from verl.data.columns import as_number, require_column
 from verl.data.conversations import AnswerColumn
 from verl.data.dataset import SectionRows
 from verl.data.files import Files, Rows, read_rows
@@ -156,18 +156,13 @@ class RLDataset(SectionRows):
         """`data.curriculum_key`: one number per usable row."""
         require_column(self.rows, column, "data.curriculum_key", "difficulty", self.files_key)
         column_values = list(self.rows.column(column))
-        values = []
-        for number in self.kept.tolist():
-            try:
-                values.append(float(column_values[number]))
-            except (TypeError, ValueError):
-                values.append(np.nan)
-            if np.isnan(values[-1]):
-                raise DataError(
-                    f"data.curriculum_key={column}: {self.rows.origin(number)} has {column_values[number]!r}; "
-                    "a difficulty must be a number."
-                )
-        return np.asarray(values, dtype=np.float64)
+        values = np.array([as_number(column_values[number]) for number in self.kept], dtype=np.float64)
+        for number in self.kept[np.isnan(values)].tolist():
+            raise DataError(
+                f"data.curriculum_key={column}: {self.rows.origin(number)} has {column_values[number]!r}; "
+                "a difficulty must be a number."
+            )
+        return values
 
     def data_sources(self) -> list[str]:
         """Every `data_source` among the usable rows, sorted; "" if a row has none."""
