@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 def measure(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     """Seconds of each phase on each side, step by step, and the ratio of the medians."""
     from benchmarks.step import make_model
-    from verl.data.chat import load_tokenizer
+    from verl.data.tokenizer import load_tokenizer
     from verl.workers.local import LocalGroup
     from verl.workers.ray_group import RayGroup
 

@@ -11,7 +11,9 @@ import argparse
 import logging
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -32,37 +34,26 @@ def build_parser() -> argparse.ArgumentParser:
             help="what wrote it: fsdp or megatron for our own checkpoints, whatever their strategy; megatron also for "
             "those of Megatron-core; default: what the folder holds",
         )
-        command.add_argument(
-            "--local_dir", "--local-dir", type=Path, required=True, help=".../global_step_N/actor"
-        )
-    merge.add_argument("--target_dir", "--target-dir", type=Path, required=True, help="folder to make")
+        _add(command, "local_dir", ".../global_step_N/actor", type=Path, required=True)
+    _add(merge, "target_dir", "folder to make", type=Path, required=True)
     merge.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
-    merge.add_argument(
-        "--tie-word-embedding",
-        "--tie_word_embedding",
-        action="store_true",
-        help="the output matrix is the embedding; refused when the checkpoint has another one",
-    )
-    merge.add_argument(
-        "--lora", choices=("merge", "keep"), default="merge", help="what to do with a LoRA adapter"
-    )
-    merge.add_argument(
-        "--base_dir",
-        "--base-dir",
-        type=Path,
-        help="the model below a LoRA adapter; for Megatron, the folder with config.json",
-    )
-    merge.add_argument(
-        "--is-value-model",
-        "--is_value_model",
-        action="store_true",
-        help="insist that it is a critic or a reward model",
-    )
-    merge.add_argument("--use_cpu_initialization", "--use-cpu-initialization", action="store_true")
-    merge.add_argument("--overwrite", action="store_true", help="replace an earlier merge in the target")
-    merge.add_argument("--no-logits", action="store_true", help="skip the comparison of logits")
-    test.add_argument("--test_hf_dir", "--test-hf-dir", type=Path, required=True, help="Hugging Face folder")
+    tied = "the output matrix is the embedding; refused when the checkpoint has another one"
+    _add(merge, "tie_word_embedding", tied, action="store_true")
+    _add(merge, "lora", "what to do with a LoRA adapter", choices=("merge", "keep"), default="merge")
+    below = "the model below a LoRA adapter; for Megatron, the folder with config.json"
+    _add(merge, "base_dir", below, type=Path)
+    _add(merge, "is_value_model", "insist that it is a critic or a reward model", action="store_true")
+    _add(merge, "use_cpu_initialization", None, action="store_true")
+    _add(merge, "overwrite", "replace an earlier merge in the target", action="store_true")
+    skipped = "skip the comparison of logits"
+    merge.add_argument("--no-logits", action="store_false", dest="logits", help=skipped)
+    _add(test, "test_hf_dir", "Hugging Face folder", type=Path, required=True)
     return parser
+
+
+def _add(parser: argparse.ArgumentParser, name: str, about: str | None, **how: Any) -> None:
+    """An argument that may be written with dashes, too."""
+    parser.add_argument(*dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")), help=about, **how)
 
 
 def _checkpoint_folder(args: argparse.Namespace) -> Path:
@@ -91,18 +82,9 @@ def _merge(args: argparse.Namespace) -> int:
 
     if args.use_cpu_initialization:
         logger.info("--use_cpu_initialization has no effect: merging needs no GPU")
+    args.local_dir = _checkpoint_folder(args)
     target = merge(
-        MergeOptions(
-            local_dir=_checkpoint_folder(args),
-            target_dir=args.target_dir,
-            dtype=args.dtype,
-            tie_word_embedding=args.tie_word_embedding,
-            lora=args.lora,
-            is_value_model=args.is_value_model,
-            base_dir=args.base_dir,
-            overwrite=args.overwrite,
-            logits=not args.no_logits,
-        )
+        MergeOptions(**{option.name: getattr(args, option.name) for option in fields(MergeOptions)})
     )
     logger.info("merged and verified: %s", target)
     return 0
@@ -111,8 +93,8 @@ def _merge(args: argparse.Namespace) -> int:
 def _test(args: argparse.Namespace) -> int:
     from rich.text import Text
 
-    from verl.checkpoint.hf_check import compare_weights
     from verl.checkpoint.merge import open_weights
+    from verl.checkpoint.weights import compare_weights
     from verl.observe.console import shared_console
 
     first, second = open_weights(_checkpoint_folder(args)), open_weights(args.test_hf_dir.expanduser())

@@ -8,7 +8,7 @@ import sys
 # math.py and code.py in this folder must not shadow the standard library modules of those names.
 sys.path[:] = [entry for entry in sys.path if not entry.endswith("data_preprocess")]
 
-from verl.data.prepare.cli import script  # noqa: E402
+from verl.cli import main  # noqa: E402
 
 if __name__ == "__main__":
-    sys.exit(script("tool_use", __doc__))
+    sys.exit(main(["prepare", "tool_use", *sys.argv[1:]]))

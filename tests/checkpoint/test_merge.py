@@ -17,10 +17,10 @@ from safetensors.torch import load_file, save_file
 from verl import model_merger
 from verl.checkpoint import CheckpointManager, PartSettings
 from verl.checkpoint import merge as merge_module
-from verl.checkpoint.hf_check import same_bits
-from verl.checkpoint.hf_folder import ShardedReader, TensorReader, empty_model, stored_as_is, write_weights
+from verl.checkpoint.hf_folder import empty_model, stored_as_is, write_weights
 from verl.checkpoint.merge import MergeOptions, merge
 from verl.checkpoint.tensors import Chunk, local_chunks, write_chunks, write_stream
+from verl.checkpoint.weights import ShardedReader, TensorReader, same_bits
 from verl.errors import CheckpointError
 
 STATE = {"actor": PartSettings(["model", "optimizer", "extra"]), "critic": PartSettings(["model"])}

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
 from verl.checkpoint import CheckpointManager, PartSettings
-from verl.checkpoint.hf_check import same_bits
 from verl.checkpoint.merge import MergeOptions, merge
+from verl.checkpoint.weights import same_bits
 from verl.config.schema import ActorConfig, CriticConfig, ModelConfig, RefConfig
 from verl.data.proto import DataProto
 from verl.engines import build_engine

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from verl.data.chat import ChatFormat, load_tokenizer, truncate, warn_of_vocabulary
+from verl.data.chat import ChatFormat
 from verl.data.messages import read_messages
+from verl.data.tokenizer import load_tokenizer, truncate, warn_of_vocabulary
 from verl.errors import ConfigError, DataError, ModelError
 
 USER = [{"role": "user", "content": "hi"}]

@@ -13,7 +13,8 @@ import pyarrow.parquet
 import pytest
 
 from verl.data.columns import likely_column, require_column
-from verl.data.files import Rows, read_rows, split_of
+from verl.data.file_search import split_of
+from verl.data.files import Rows, read_rows
 from verl.errors import DataError, MissingPackage
 
 ROWS = [{"prompt": 'a,b\n"c"', "n": 1}, {"prompt": "é", "n": 2}, {"prompt": "z", "n": 3}]
@@ -147,7 +148,7 @@ def test_of_a_folder_with_several_splits_one_is_read(
     folder = folder_of(tmp_path, *names)
     for split, expected in (("train", train), ("test", test)):
         caplog.clear()
-        with caplog.at_level("INFO", logger="verl.data.files"):
+        with caplog.at_level("INFO", logger="verl.data.file_search"):
             assert [row["name"] for row in read_rows(folder, split=split, key="KEY")] == expected
         left_out = sorted(set(names) - set(expected))
         said = "".join(caplog.messages)

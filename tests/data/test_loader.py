@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from verl.data.loader import EpochOrder, Loader, MixturePart
 from verl.data.proto import DataProto
-from verl.errors import CheckpointError, ConfigError, DataError
+from verl.errors import CheckpointError, DataError
 
 
 class Numbers:
@@ -126,8 +126,6 @@ def test_errors_name_the_value_that_works() -> None:
         loader(batch=11)
     with pytest.raises(DataError, match="at most 10"):
         loader(batch=11, drop_last=False)
-    with pytest.raises(ConfigError):
-        loader(batch=0)
     with pytest.raises(DataError, match="no rows"):
         loader(size=0)
 
@@ -169,8 +167,6 @@ def test_easiest_first_with_ties_shuffled() -> None:
     orders = {tuple(EpochOrder(6, seed=s, difficulty=levels).positions(0).tolist()) for s in range(20)}
     assert all(sorted(levels[list(o)]) == levels[list(o)].tolist() for o in orders) and len(orders) > 3
     assert EpochOrder(6, shuffle=False, difficulty=levels).positions(3).tolist() == [4, 1, 3, 5, 0, 2]
-    with pytest.raises(DataError, match="2 difficulties for 3 rows"):
-        EpochOrder(3, difficulty=np.zeros(2))
 
 
 @settings(max_examples=30, deadline=None)
@@ -199,8 +195,6 @@ def test_mixtures_hold_their_shares_and_treat_rows_equally(
 def test_mixtures_that_cannot_be_drawn_from() -> None:
     with pytest.raises(DataError, match="'empty' has no usable rows"):
         EpochOrder(2, mixture=[MixturePart("empty", 1.0, np.arange(0))])
-    with pytest.raises(DataError, match="weight of 'a' must be above 0"):
-        EpochOrder(2, mixture=[MixturePart("a", 0.0, np.arange(2))])
 
 
 def test_restarting_gives_the_same_draws_by_the_same_names() -> None:

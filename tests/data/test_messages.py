@@ -18,7 +18,7 @@ from verl.data.chat import ChatFormat
 from verl.data.files import Rows, read_rows
 from verl.data.messages import after_prompt, is_conversation, read_messages
 from verl.data.preference_dataset import PreferenceDataset
-from verl.data.prepare import preference, sft_chat
+from verl.data.prepare.recipes import preference, sft_chat
 from verl.data.rl_dataset import RLDataset
 from verl.data.sft_dataset import SFTDataset
 from verl.errors import DataError
@@ -167,9 +167,9 @@ def test_every_command_reads_a_prompt_as_the_same_text(
     assert pair_text(tokenizer, whole) == pair_text(tokenizer, whole, "reward") == wanted
     assert pair_text(tokenizer, {**whole, "prompt": prompt}) == wanted
     assert wanted == rl_text(tokenizer, prompt) + answer + "<|im_end|>"
-    prepared = sft_chat.convert({"prompt": prompt, "response": answer}, 0, "train")
+    prepared = sft_chat({"prompt": prompt, "response": answer}, 0, "train")
     assert prepared is not None and sft_text(tokenizer, prepared) == wanted
-    prepared = preference.convert(row, 0, "train")
+    prepared = preference(row, 0, "train")
     assert prepared is not None and pair_text(tokenizer, prepared) == wanted
 
 
@@ -241,7 +241,7 @@ def test_a_string_prompt_beside_whole_conversations(tokenizer: Any) -> None:
     whole = {"chosen": TALK, "rejected": [USER, {**ANSWER, "content": "bad"}]}
     wanted = pair_text(tokenizer, whole)
     assert pair_text(tokenizer, {**whole, "prompt": USER["content"] + "\n"}) == wanted
-    prepared = preference.convert({**whole, "prompt": USER["content"], "system": "Be brief."}, 0, "train")
+    prepared = preference({**whole, "prompt": USER["content"], "system": "Be brief."}, 0, "train")
     assert prepared is not None and prepared["prompt"] == [SYSTEM, USER]
     with pytest.raises(DataError, match="'chosen' of row 0 .* in which the prompt is not"):
         pair_text(tokenizer, {**whole, "prompt": "other"})
@@ -332,7 +332,7 @@ def test_thinking_that_the_template_does_not_know_is_said(
 
 def test_preparing_keeps_the_thinking_and_stores_arguments_as_text() -> None:
     thought = {**ANSWER, "reasoning_content": "why"}
-    row = sft_chat.convert({"messages": [*CALLS, thought]}, 0, "train")
+    row = sft_chat({"messages": [*CALLS, thought]}, 0, "train")
     assert row is not None and row["messages"][-1] == thought
     assert row["messages"][1]["tool_calls"][0]["function"]["arguments"] == '{"city": "Rome"}'
 

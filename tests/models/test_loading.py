@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 
-from verl.data.chat import generation_stop_ids
+from verl.data.tokenizer import generation_stop_ids
 from verl.errors import ModelError
 from verl.models.loading import load_causal_lm, load_value_model
 from verl.models.meta_init import open_causal_lm

@@ -8,13 +8,14 @@ import mmap
 import os
 import re
 import shutil
-import threading
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 
@@ -134,7 +135,7 @@ def replace_file(path: Path, text: str) -> None:
     write_file(temporary, text)
     sync_file(temporary)
     os.replace(temporary, path)
-    sync_folder(path.parent)
+    sync_file(path.parent)
 
 
 def sync_all(paths: Iterable[Path], folders: Iterable[Path] = ()) -> None:
@@ -157,16 +158,12 @@ def record_of(path: Path) -> FileRecord:
 
 
 def sync_file(path: Path) -> None:
+    """Names (new files, renames) survive a power cut only when their folder was synced too."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def sync_folder(folder: Path) -> None:
-    """Names (new files, renames) survive a power cut only when their folder was synced too."""
-    sync_file(folder)
 
 
 def files_below(folder: Path) -> Iterable[Path]:
@@ -229,8 +226,15 @@ def lock(descriptor: int, operation: int) -> bool:
     return True
 
 
-_removals: list[threading.Thread] = []
-_removals_lock = threading.Lock()  # a background save removes while the trainer may be waiting for removals
+def in_background(action: Callable[[], Any], name: str) -> Future[Any]:
+    """Run it in a thread that ends with it. Not a daemon: Python may not stop one in the middle of torch at exit."""
+    pool = ThreadPoolExecutor(1, thread_name_prefix=name)
+    future = pool.submit(action)
+    pool.shutdown(wait=False)
+    return future
+
+
+_removals: list[Future[None]] = []
 
 
 def remove_folder(folder: Path, *, wait: bool = True) -> None:
@@ -243,19 +247,11 @@ def remove_folder(folder: Path, *, wait: bool = True) -> None:
         os.rename(folder, hidden)
     except FileNotFoundError:
         return
-    remover = threading.Thread(target=shutil.rmtree, args=(hidden, True), name="checkpoint removal")
-    remover.start()
-    with _removals_lock:
-        _removals.append(remover)
+    _removals.append(in_background(lambda: shutil.rmtree(hidden, ignore_errors=True), "checkpoint removal"))
     if wait:
         finish_removals()
 
 
 def finish_removals() -> None:
     """Wait for the threads of `remove_folder`."""
-    with _removals_lock:
-        waiting = list(_removals)
-    for remover in waiting:
-        remover.join()
-    with _removals_lock:
-        _removals[:] = [remover for remover in _removals if remover.is_alive()]
+    futures.wait(_removals)

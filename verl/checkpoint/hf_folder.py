@@ -9,196 +9,37 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
-from safetensors import safe_open
-from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from verl.checkpoint.files import FileRecord, write_file
-from verl.checkpoint.tensors import Chunk, ShardReader, write_stream
-from verl.config.model_path import SAFETENSORS, config_problem, weight_files
+from verl.checkpoint.tensors import Chunk, write_stream
+from verl.checkpoint.weights import (
+    ADAPTER_FOLDER,
+    HF_FOLDER,
+    INDEX,
+    WEIGHTS,
+    Cast,
+    CheckpointReader,
+    ShardedReader,
+    TensorReader,
+)
+from verl.config.model_path import config_problem
 from verl.errors import CheckpointError
-from verl.json_input import read_json
 from verl.models.introspection import kept_in_float32
 from verl.models.loading import DTYPES
-from verl.models.lora import merge_lora
-from verl.models.value_model import HEADS, ValueModel
+from verl.models.value_model import ValueModel
 from verl.runtime import quiet_transformers
 
 if TYPE_CHECKING:
     from verl.engines.base import TrainEngine
 
-HF_FOLDER = "huggingface"
-ADAPTER_FOLDER = "lora_adapter"
 SHARD_BYTES = 5_000_000_000
-WEIGHTS, INDEX = SAFETENSORS
 _WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth")
-_BASE = ".base_layer."
-_PEFT_PREFIX = "base_model.model."
-_A, _B = ".lora_A.default.weight", ".lora_B.default.weight"
-Cast = Callable[[str, torch.Tensor], torch.Tensor]
-"""(name, weight) -> the weight in the type it is to have."""
-
-
-# -- reading: weights under their Hugging Face names, one unsharded tensor at a time ---------------------------------
-
-
-class CheckpointReader(ABC):
-    """Weights by name, each read when it is asked for."""
-
-    weights: Mapping[str, torch.Tensor]
-    """Every weight on the meta device: its shape and type."""
-
-    @abstractmethod
-    def get(self, name: str) -> torch.Tensor:
-        """The unsharded tensor on the CPU."""
-
-
-class TensorReader(CheckpointReader):
-    """Weights that are in memory."""
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._tensors = tensors
-        self.weights = {name: tensor.to("meta") for name, tensor in tensors.items()}
-
-    def get(self, name: str) -> torch.Tensor:
-        return self._tensors[name]
-
-
-class ShardedReader(CheckpointReader):
-    """Weights in the ranks' files of one part, or in a Hugging Face folder; LoRA adapters are merged in float32, as
-    the training engine merges them."""
-
-    def __init__(
-        self,
-        files: Iterable[Path],
-        lora_scale: float | None = None,
-        base: Iterable[Path] | Mapping[str, torch.Tensor] = (),
-    ) -> None:
-        """`base`: files with the weights that the adapter was trained on, or the weights themselves."""
-        self._loaded = base if isinstance(base, Mapping) else {}
-        base = () if isinstance(base, Mapping) else base
-        self._known: dict[str, Any] = {}
-        self._storage: dict[Any, Any] = {}
-        # What was trained goes before the weights it was trained on: the head of a reward model is in both.
-        for group in filter(None, (list(base), list(files))):
-            metadata: Any = ShardReader(group).read_metadata()
-            self._known |= metadata.state_dict_metadata
-            self._storage |= metadata.storage_data
-        self._scale = lora_scale
-        self.cast_base: Cast | None = None
-        """To the precision the base weights had while the adapter was trained; None: as they are in the files."""
-        self.transposed: Collection[str] = ()
-        """Weights to which the adapter's product is added transposed (`verl.models.lora`)."""
-        self._open: dict[str, Any] = {}
-        self._adapters = [key for key in self._known if key.endswith((_A, _B))]
-        if self._adapters and lora_scale is None:
-            raise CheckpointError(
-                f"the checkpoint has LoRA weights ({self._adapters[0]!r}, ...) but no lora_adapter/adapter_config.json"
-            )
-        own = {key.replace(_BASE, "."): key for key in self._known if key not in set(self._adapters)}
-        self._keys = {name: name for name in self._loaded} | own
-        self.weights = {name: tensor.to("meta") for name, tensor in self._loaded.items()} | {
-            name: torch.empty(self._known[key].size, dtype=self._known[key].properties.dtype, device="meta")
-            for name, key in own.items()
-        }
-
-    def get(self, name: str) -> torch.Tensor:
-        weight = self._gather(self._keys[name])
-        stem = name.removesuffix(".weight")
-        if self._scale is not None and stem + _A in self._known:
-            weight = self.cast_base(name, weight) if self.cast_base else weight
-            a, b = self._gather(stem + _A), self._gather(stem + _B)
-            weight = merge_lora(weight, a, b, self._scale, transpose=name in self.transposed)
-        return weight
-
-    def only(self, names: Collection[str]) -> None:
-        """Leave out other weights."""
-        self.weights = {name: weight for name, weight in self.weights.items() if name in names}
-
-    def adapter(self) -> dict[str, torch.Tensor]:
-        """The LoRA weights and a value head under the names peft gives them on the disk."""
-        keys = [*self._adapters, *(key for key in self._known if key.partition(".")[0] in HEADS)]
-        return {adapter_name(key): self._gather(key) for key in keys}
-
-    def _gather(self, key: str) -> torch.Tensor:
-        if key not in self._known:
-            return self._loaded[key]
-        entry = self._known[key]
-        found = sum(chunk.sizes.numel() for chunk in entry.chunks)
-        if found != entry.size.numel():
-            raise CheckpointError(
-                f"a shard of tensor {key!r} is missing: {found} of {entry.size.numel()} numbers are there"
-            )
-        if len(entry.chunks) == 1:
-            return self._read(key, entry.chunks[0].offsets)
-        full = torch.empty(entry.size, dtype=entry.properties.dtype)
-        for chunk in entry.chunks:
-            spans = zip(chunk.offsets, chunk.sizes, strict=True)
-            full[tuple(slice(first, first + n) for first, n in spans)] = self._read(key, chunk.offsets)
-        return full
-
-    def _read(self, key: str, offsets: torch.Size) -> torch.Tensor:
-        file = self._storage[MetadataIndex(key, offsets)].relative_path
-        if file not in self._open:
-            self._open[file] = safe_open(file, framework="pt")
-        return self._open[file].get_tensor(key)  # type: ignore[no-any-return]
-
-
-def adapter_name(key: str) -> str:
-    """What peft calls a LoRA weight or a value head on the disk."""
-    return _PEFT_PREFIX + key.replace(".default.", ".")
-
-
-def hf_reader(folder: Path) -> ShardedReader:
-    """The weights of a Hugging Face folder, or of an adapter's."""
-    adapter = folder / "adapter_model.safetensors"
-    files = safetensors_files(folder) or ([adapter] if adapter.is_file() else [])
-    if not files:
-        raise CheckpointError(f"{folder} holds no {WEIGHTS} and no {INDEX}")
-    return ShardedReader(files)
-
-
-def safetensors_files(folder: Path) -> list[Path]:
-    """The weight files of a Hugging Face folder, where they are of this format."""
-    try:
-        files = weight_files(folder)
-    except ValueError as error:
-        raise CheckpointError(str(error)) from None
-    missing = [file for file in files if not file.is_file()]
-    if missing:
-        raise CheckpointError(
-            f"{folder} lacks {len(missing)} of {len(files)} weight files, e.g. {missing[0].name}"
-        )
-    return [file for file in files if file.suffix == ".safetensors"]
-
-
-def base_weights(files: Sequence[Path], model: Any) -> Sequence[Path] | dict[str, torch.Tensor]:
-    """Of a Hugging Face folder, for `ShardedReader`: the files, or where transformers joins their tensors on loading
-    (the experts of a mixture) the weights as it has them in memory."""
-    if not files or not _converts(model):
-        return files
-    with quiet_transformers():
-        loaded = type(model).from_pretrained(files[0].parent, dtype="auto", trust_remote_code=False)
-    return dict(loaded.state_dict())
-
-
-def read_lora_scale(adapter_folder: Path) -> float | None:
-    """What an adapter's product is multiplied by, from `adapter_config.json`; None where there is no adapter."""
-    path = adapter_folder / "adapter_config.json"
-    if not path.exists():
-        return None
-    try:
-        settings = read_json(path)
-        rank, alpha = int(settings["r"]), float(settings["lora_alpha"])
-        return alpha / (rank**0.5 if settings.get("use_rslora") else rank)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error!r}") from None
 
 
 # -- saving ---------------------------------------------------------------------------------------------------------
@@ -499,3 +340,30 @@ def _converts(model: Any) -> bool:
         nothing: dict[str, torch.Tensor] = {}
         _converting[model] = revert_weight_conversion(model, nothing) is not nothing
     return _converting[model]
+
+
+def base_weights(files: Sequence[Path], model: Any) -> Sequence[Path] | dict[str, torch.Tensor]:
+    """Of a Hugging Face folder, for `ShardedReader`: the files, or where transformers joins their tensors on loading
+    (the experts of a mixture) the weights as it has them in memory."""
+    if not files or not _converts(model):
+        return files
+    with quiet_transformers():
+        loaded = type(model).from_pretrained(files[0].parent, dtype="auto", trust_remote_code=False)
+    return dict(loaded.state_dict())
+
+
+class ConvertedReader(CheckpointReader):
+    """A checkpoint's weights under the names a Hugging Face folder gives them."""
+
+    def __init__(self, reader: CheckpointReader, model: Any) -> None:
+        self._reader, self._model = reader, model
+        self._sources: dict[str, str] = {}
+        self.weights = {}
+        for name in check_names(reader, model):
+            converted = on_disk(model, name, reader.weights[name])
+            self._sources |= dict.fromkeys(converted, name)
+            self.weights |= converted
+
+    def get(self, name: str) -> torch.Tensor:
+        source = self._sources[name]
+        return on_disk(self._model, source, self._reader.get(source))[name]

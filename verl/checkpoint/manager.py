@@ -12,9 +12,10 @@ order.
 from __future__ import annotations
 
 import logging
-import threading
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +24,7 @@ from typing import Any
 
 import torch
 
-from verl.checkpoint.files import finish_removals
+from verl.checkpoint.files import finish_removals, in_background
 from verl.checkpoint.rehearsal import on_all_ranks, rehearse_part, shared_folder, warn_of_contents
 from verl.checkpoint.resume import RANDOM_STATE, SCHEDULES, TRAINER_STATE, Found, Resuming, resume_newest
 from verl.checkpoint.save_op import SaveOperation, Staging, cause_of
@@ -79,7 +80,7 @@ class CheckpointManager:
         """`continue_without`: however many saves fail, the caller goes on. `command`: which is training; it resumes no
         checkpoint of another one."""
         self.run_folder = Path(run_folder)
-        self.settings = dict(settings or {})
+        self.settings = defaultdict(PartSettings, settings or {})
         self.limits = Limits(
             {**dict.fromkeys(("actor", *self.settings), max_actor_to_keep), "critic": max_critic_to_keep},
             keep_best,
@@ -92,18 +93,15 @@ class CheckpointManager:
         self._resuming = Resuming(
             self.run_folder,
             self._ranks,
-            lambda part: self._of(part).load_contents,
+            lambda part: self.settings[part].load_contents,
             resume_mode,
             resume_from_path,
             command,
         )
         self._staging = Staging()
-        self._thread: threading.Thread | None = None
-        self._reserving: threading.Thread | None = None
-        self._saving: SaveOperation | None = None
-        self._problem: str | None = None
-        """Why the save in the background failed, on this rank."""
-        self._error: BaseException | None = None
+        self._reserving: Future[None] | None = None
+        self._saving: tuple[SaveOperation, Future[str | None]] | None = None
+        """The save in the background, and why it failed on this rank."""
         self.failure: str | None = None
         """Why the last save that failed did."""
         self._continue_without = continue_without
@@ -186,9 +184,7 @@ class CheckpointManager:
         ready = ready and self._on_all_ranks(lambda: steps.extend(self._open(op, engines, tokenizer)), op)
         ready = ready and all(self._on_all_ranks(each, op) for each in steps)
         if background and ready:
-            self._thread = threading.Thread(target=self._background, args=(op,), name="checkpoint")
-            self._thread.start()
-            self._saving = op
+            self._saving = op, in_background(lambda: self._background(op), "checkpoint")
             return None
         ready = ready and self._on_all_ranks(op.write, op)
         return self._outcome(op, ready and self._on_all_ranks(lambda: self._commit(op), op))
@@ -196,17 +192,12 @@ class CheckpointManager:
     def wait(self) -> Path | None:
         """Wait for a save in the background; its folder, or None. CheckpointError as in `save`."""
         finish_removals()
-        if self._thread is None:
+        if self._saving is None:
             return None
-        self._thread.join()
-        self._thread = None
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
-        (problem, *_) = self._ranks.gather(self._problem)  # rank 0 has that of any
+        (op, saving), self._saving = self._saving, None
+        (problem, *_) = self._ranks.gather(saving.result())  # rank 0 has that of any
         self.failure = problem or self.failure
-        assert self._saving is not None
-        return self._outcome(self._saving, problem is None)
+        return self._outcome(op, problem is None)
 
     def _outcome(self, op: SaveOperation, saved: bool) -> Path | None:
         """The folder of a save that all ranks have ended; its cleaning up."""
@@ -247,12 +238,12 @@ class CheckpointManager:
         op.snapshots = {name: self._staging.copy(name, taken) for name, taken in op.snapshots.items()}
 
     def _is_async(self, parts: Iterable[str]) -> bool:
-        return any(self._of(name).async_save for name in parts)
+        return any(self.settings[name].async_save for name in parts)
 
     def _reserve(self, snapshots: Mapping[str, Snapshot]) -> bool:
         """Host memory for a save in the background; a warning where there is none."""
         if self._reserving is not None:
-            self._reserving.join()
+            self._reserving.result()
             self._reserving = None
         for name, taken in snapshots.items():
             try:
@@ -289,9 +280,7 @@ class CheckpointManager:
                 with suppress(MemoryError, RuntimeError):  # the save itself reports what is missing
                     self._staging.reserve(name, each)
 
-        # Not a daemon: Python may not stop a thread in the middle of torch at exit.
-        self._reserving = threading.Thread(target=reserve, name="checkpoint memory")
-        self._reserving.start()
+        self._reserving = in_background(reserve, "checkpoint memory")
 
     def _open(
         self, op: SaveOperation, engines: Mapping[str, TrainEngine], tokenizer: Any
@@ -325,17 +314,14 @@ class CheckpointManager:
     def _archive_foreign_steps(self) -> None:
         self._foreign_steps = [path for path in self._foreign_steps if not archive(path)]
 
-    def _background(self, op: SaveOperation) -> None:
-        """Write the tensors, wait for the other ranks' files, commit. Without collectives, as it runs during
-        training."""
-        try:
-            self._problem = self._run_or_warn(op.write, op)
-            if self._problem is not None:
-                op.give_up(self._problem)
-            else:
-                self._problem = self._run_or_warn(lambda: self._commit(op), op)
-        except BaseException as error:  # raised in the training thread by `wait`
-            self._error = error
+    def _background(self, op: SaveOperation) -> str | None:
+        """Write the tensors, wait for the other ranks' files, commit; why that failed. Without collectives, as it runs
+        during training."""
+        problem = self._run_or_warn(op.write, op)
+        if problem is not None:
+            op.give_up(problem)
+            return problem
+        return self._run_or_warn(lambda: self._commit(op), op)
 
     def _on_all_ranks(self, action: Callable[[], object], op: SaveOperation) -> bool:
         """Run it on every rank; whether all could. One that failed alone would leave the others waiting."""
@@ -374,7 +360,7 @@ class CheckpointManager:
         return f" (traceback in {file})"
 
     def _contents(self, name: str, weights: Mapping[str, torch.Tensor]) -> list[str]:
-        chosen = self._of(name).save_contents
+        chosen = self.settings[name].save_contents
         if chosen is not None:
             return list(chosen)
         small = sum(tensor.numel() for tensor in weights.values()) < HF_BY_DEFAULT_BELOW
@@ -398,9 +384,6 @@ class CheckpointManager:
                 known or "no validation",
             )
         return kept
-
-    def _of(self, part: str) -> PartSettings:
-        return self.settings.get(part, PartSettings())
 
     def _recover(self) -> None:
         if not self._recovered:

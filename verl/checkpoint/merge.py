@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,23 +20,19 @@ from typing import Any
 import torch
 
 from verl.checkpoint.files import disk_is_full, files_below, lock, sync_all
-from verl.checkpoint.hf_check import ConvertedReader, check_logits, check_tensors
 from verl.checkpoint.hf_folder import (
-    ADAPTER_FOLDER,
-    HF_FOLDER,
-    CheckpointReader,
-    ShardedReader,
+    ConvertedReader,
+    auto_class,
     base_weights,
     cast_to,
+    check_names,
     copy_small_files,
     default_dtype,
     empty_model,
-    hf_reader,
     is_value_config,
+    on_disk,
     opens_with_transformers,
     read_config,
-    read_lora_scale,
-    safetensors_files,
     set_in_config,
     write_weights,
 )
@@ -44,13 +40,26 @@ from verl.checkpoint.manifest import MANIFEST, Manifest, read_manifest, verify
 from verl.checkpoint.megatron.distcp import METADATA
 from verl.checkpoint.megatron.reader import MegatronReader, find_megatron, holds_megatron
 from verl.checkpoint.steps import TRACKER, in_use, list_steps, publish, step_of
+from verl.checkpoint.weights import (
+    ADAPTER_FOLDER,
+    HF_FOLDER,
+    CheckpointReader,
+    ShardedReader,
+    hf_reader,
+    read_lora_scale,
+    safetensors_files,
+    same_bits,
+)
 from verl.errors import CheckpointError
 from verl.json_input import read_json
 from verl.memory import free_host_bytes
 from verl.models.loading import let_others_read, torch_dtype
 from verl.models.lora import transposed_weights
+from verl.runtime import quiet_transformers
 
 logger = logging.getLogger(__name__)
+
+PROMPT_LENGTH = 12
 
 
 @dataclass(frozen=True)
@@ -311,6 +320,77 @@ def _keep_adapter(work: Path, part: PartFolder, scale: float) -> None:
     if set(written) != set(adapter) or any(not torch.equal(written[k], v) for k, v in adapter.items()):
         raise CheckpointError("the adapter that was written differs from the checkpoint")
     logger.info("%d adapter tensors written and compared with the checkpoint", len(adapter))
+
+
+# -- whether the folder holds what the checkpoint holds: every tensor, bit for bit, and the same logits
+
+
+def check_tensors(folder: Path, reader: CheckpointReader, model: Any, dtype: torch.dtype) -> int:
+    """Compare every tensor of the folder with the checkpoint; the number compared. CheckpointError names the first
+    that is missing, surplus or different, or less precise than transformers would have it in memory."""
+    written, cast = hf_reader(folder), cast_to(dtype, model)
+    loaded = _loaded_dtypes(folder, model, dtype)
+    seen = set()
+    for name in check_names(reader, model):
+        weight = reader.get(name)
+        kept = loaded.get(name, dtype)
+        if not same_bits(cast(name, weight).to(kept), weight.to(kept)):
+            raise CheckpointError(f"{name!r} was rounded; transformers keeps it in {kept}")
+        for key, value in on_disk(model, name, cast(name, weight)).items():
+            if key not in written.weights:
+                raise CheckpointError(f"the merged folder lacks {key!r}")
+            if not same_bits(written.get(key), value):
+                raise CheckpointError(f"{key!r} in the merged folder differs from the checkpoint")
+            seen.add(key)
+    surplus = sorted(set(written.weights) - seen)
+    if surplus:
+        raise CheckpointError(f"the merged folder holds {surplus[0]!r}, which the checkpoint does not have")
+    return len(seen)
+
+
+def _loaded_dtypes(folder: Path, model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The types in which transformers itself has the weights of the folder in memory."""
+    if not hasattr(type(model), "from_pretrained"):
+        return {}
+    with quiet_transformers():
+        loaded = type(model).from_pretrained(folder, dtype=dtype, device_map="meta", trust_remote_code=False)
+    return {name: weight.dtype for name, weight in loaded.state_dict().items()}
+
+
+def check_logits(folder: Path, reader: CheckpointReader, config: Any, dtype: torch.dtype) -> None:
+    """The model transformers loads from the folder answers a fixed prompt exactly as one built from the checkpoint's
+    own tensors. The two are in memory one after the other."""
+    kind = auto_class(config)
+
+    def merged() -> Any:
+        with quiet_transformers():
+            return kind.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
+
+    expected = _logits(lambda: _from_reader(kind, config, reader, dtype), config)
+    found = _logits(merged, config)
+    if not same_bits(expected, found):
+        worst = float((expected.float() - found.float()).abs().max())
+        raise CheckpointError(
+            f"the merged model and the checkpoint differ on a fixed prompt: logits by up to {worst:.3g}"
+        )
+
+
+def _from_reader(kind: Any, config: Any, reader: CheckpointReader, dtype: torch.dtype) -> Any:
+    model = kind.from_config(config, dtype=dtype, trust_remote_code=False)
+    weights, cast = model.state_dict(keep_vars=True), cast_to(dtype, model)
+    for name in reader.weights:
+        weights[name].data = cast(name, reader.get(name))
+    model.tie_weights()
+    return model
+
+
+@torch.no_grad()
+def _logits(build: Callable[[], Any], config: Any) -> torch.Tensor:
+    """On a fixed prompt; the model is freed afterwards."""
+    vocabulary = config.get_text_config().vocab_size
+    prompt = torch.arange(PROMPT_LENGTH).mul(7919).add(3).remainder(vocabulary)
+    logits: torch.Tensor = build().eval()(input_ids=prompt[None], use_cache=False).logits
+    return logits.clone()
 
 
 def open_weights(folder: Path) -> CheckpointReader:

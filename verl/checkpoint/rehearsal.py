@@ -19,19 +19,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from verl.checkpoint.hf_folder import (
-    ADAPTER_FOLDER,
-    HF_FOLDER,
-    TensorReader,
     check_names,
     empty_model,
     read_config,
-    read_lora_scale,
     replaces_shards,
     takes_shards,
     write_small_files,
 )
 from verl.checkpoint.save_op import cause_of
 from verl.checkpoint.tensors import file_header, local_chunks
+from verl.checkpoint.weights import ADAPTER_FOLDER, HF_FOLDER, TensorReader, read_lora_scale
 from verl.distributed import Ranks
 from verl.errors import CheckpointError, ConfigError
 from verl.runtime import quiet_transformers

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.checkpoint.hf_folder import HF_FOLDER
 from verl.checkpoint.manifest import Manifest, read_manifest
 from verl.checkpoint.state import check_part, check_rng, load_part, load_tree, restore_rng, wanted_sections
 from verl.checkpoint.steps import checked_path, in_use, newest_complete, step_name
+from verl.checkpoint.weights import HF_FOLDER
 from verl.distributed import Ranks
 from verl.engines.base import TrainEngine
-from verl.errors import CheckpointError, ConfigError, VerlError
+from verl.errors import CheckpointError, VerlError
 from verl.observe.diagnoses.crashes import is_out_of_memory
 
 logger = logging.getLogger(__name__)
@@ -69,14 +69,11 @@ class Resuming:
         self._overwritten: set[tuple[str, str]] = set()
         """Parts and sections of the engines that a failed load may have left half changed."""
 
-    def latest(self, parts: Sequence[str] = (), below: int | None = None) -> Path | None:
+    def _newest(self, parts: Sequence[str], below: int | None) -> Path | None:
         """The newest complete checkpoint (before the step `below`); others are logged."""
-        chosen = -1
-        if self._ranks.rank == 0:
-            found = newest_complete(self._run_folder, parts, below)
-            chosen = found.step if found is not None else -1
-        chosen = self._ranks.from_first(chosen)
-        return None if chosen < 0 else self._run_folder / step_name(chosen)
+        newest = newest_complete(self._run_folder, parts, below) if self._ranks.rank == 0 else None
+        step = self._ranks.from_first(-1 if newest is None else newest.step)
+        return None if step < 0 else self._run_folder / step_name(step)
 
     def find(self, engines: Mapping[str, TrainEngine], below: int | None = None) -> Found | None:
         """The checkpoint to resume from, which `load` loads then; None to start from scratch."""
@@ -84,27 +81,15 @@ class Resuming:
         if self._mode == "disable":
             return None
         if self._mode == "resume_path":
-            path = self.named_path(list(engines))
+            path = checked_path(Path(str(self._path)).expanduser(), list(engines))
             with checkpoint_errors(path):
                 self._candidate = self._examine(path, engines)
             return self._candidate.manifest.step, True, self._candidate.state
-        if self._mode != "auto":
-            raise ConfigError(
-                f"trainer.resume_mode={self._mode!r} is not known; allowed: auto, disable, resume_path"
-            )
         return self._newest_usable(engines, below)
-
-    def named_path(self, parts: Sequence[str]) -> Path:
-        """What `trainer.resume_from_path` names, verified."""
-        if not self._path:
-            raise ConfigError(
-                "trainer.resume_mode=resume_path needs trainer.resume_from_path: a global_step_N folder or a run folder"
-            )
-        return checked_path(Path(self._path).expanduser(), parts)
 
     def _newest_usable(self, engines: Mapping[str, TrainEngine], below: int | None) -> Found | None:
         first: tuple[Path, Exception] | None = None
-        while (path := self.latest(list(engines), below)) is not None:
+        while (path := self._newest(list(engines), below)) is not None:
             if not self._ranks.all_true(path.is_dir()):
                 raise CheckpointError(
                     f"not every process sees {path}: trainer.default_local_dir must be a folder that all nodes share"

@@ -68,7 +68,7 @@ class SaveOperation:
 
     def announce(self) -> None:
         """After `open`, on every rank: it will write into this folder."""
-        self._rank_pending(self.ranks.rank).touch()
+        self._pending(self.ranks.rank).touch()
 
     def hf_steps(self, engines: Mapping[str, TrainEngine], tokenizer: Any) -> list[Callable[[], None]]:
         """What only the live engine can write; every rank takes every step, and all agree after each."""
@@ -89,7 +89,7 @@ class SaveOperation:
             written = write_snapshot(self.work / name, snapshot, self.ranks.rank, self.ranks.world_size)
             self.records |= {f"{name}/{file}": record for file, record in written.items()}
         sync_all(self.work / name for name in self.records)
-        path = self._rank_record(self.ranks.rank)
+        path = self._record(self.ranks.rank)
         document = {name: asdict(record) for name, record in self.records.items()}
         path.with_suffix(".new").write_text(json.dumps(document), encoding="utf-8")
         os.replace(path.with_suffix(".new"), path)
@@ -97,9 +97,9 @@ class SaveOperation:
     def give_up(self, cause: str) -> None:
         """Tell rank 0 that this rank could not write its files, and why where the disk can hold it."""
         with suppress(OSError):
-            self._rank_failure(self.ranks.rank).write_text(cause, encoding="utf-8")
+            self._failure(self.ranks.rank).write_text(cause, encoding="utf-8")
         with suppress(OSError):
-            self._rank_pending(self.ranks.rank).unlink(missing_ok=True)
+            self._pending(self.ranks.rank).unlink(missing_ok=True)
 
     def commit(self) -> None:
         records = self._collect_records()
@@ -120,8 +120,8 @@ class SaveOperation:
         records |= {name: record_of(path) for name, path in names.items() if name not in records}
         sync_all([path for name, path in names.items() if name not in self.records], folders_below(self.work))
         for rank in range(self.ranks.world_size):
-            self._rank_record(rank).unlink(missing_ok=True)
-            self._rank_pending(rank).unlink(missing_ok=True)
+            self._record(rank).unlink(missing_ok=True)
+            self._pending(rank).unlink(missing_ok=True)
         manifest = Manifest(
             step=self.step,
             world_size=self.ranks.world_size,
@@ -145,31 +145,31 @@ class SaveOperation:
         deadline = time.monotonic() + self.peer_timeout_s
         records: dict[str, FileRecord] = {}
         for rank in range(self.ranks.world_size):
-            while not self._rank_record(rank).exists():
-                if not self._rank_pending(rank).exists() and not self._rank_record(rank).exists():
+            while not self._record(rank).exists():
+                if not self._pending(rank).exists() and not self._record(rank).exists():
                     raise OSError(f"rank {rank} could not write its files{self._cause(rank)}")
                 if time.monotonic() > deadline:
                     raise TimeoutError(
                         f"rank {rank} has not written its files after {self.peer_timeout_s:g} s"
                     )
                 time.sleep(0.01)
-            document = read_json(self._rank_record(rank))
+            document = read_json(self._record(rank))
             records |= {name: FileRecord(int(e["size"]), str(e["crc32"])) for name, e in document.items()}
         return records
 
     def _cause(self, rank: int) -> str:
         try:
-            return f": {self._rank_failure(rank).read_text(encoding='utf-8')}"
+            return f": {self._failure(rank).read_text(encoding='utf-8')}"
         except OSError:
             return ""
 
-    def _rank_pending(self, rank: int) -> Path:
+    def _pending(self, rank: int) -> Path:
         return self.work / f".to_be_written_by_rank_{rank}"
 
-    def _rank_record(self, rank: int) -> Path:
+    def _record(self, rank: int) -> Path:
         return self.work / f".written_by_rank_{rank}.json"
 
-    def _rank_failure(self, rank: int) -> Path:
+    def _failure(self, rank: int) -> Path:
         return self.work / f".not_written_by_rank_{rank}"
 
 

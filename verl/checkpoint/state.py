@@ -24,7 +24,6 @@ import numpy as np
 import torch
 
 from verl.checkpoint.files import FileRecord, inside, write_file
-from verl.checkpoint.hf_folder import ADAPTER_FOLDER, HF_FOLDER, adapter_name
 from verl.checkpoint.manifest import Manifest
 from verl.checkpoint.tensors import (
     Chunk,
@@ -35,6 +34,7 @@ from verl.checkpoint.tensors import (
     saved_tensors,
     write_chunks,
 )
+from verl.checkpoint.weights import ADAPTER_FOLDER, HF_FOLDER, adapter_name
 from verl.engines.base import TrainEngine
 from verl.errors import CheckpointError
 from verl.json_input import parse_json, read_json
@@ -74,14 +74,18 @@ class Snapshot:
 def snapshot(state: Mapping[str, Any], contents: Sequence[str], rank: int = 0) -> Snapshot:
     """A rank's share of what `contents` asks for of an engine's state. Tensors are the engine's own, not copies."""
     taken = Snapshot()
-    for section, entries in SECTIONS.items():
+    for section in SECTIONS:
         if section not in contents:
             continue
-        tree = {entry: state.get(entry, {}) for entry in entries}
-        tensors = _tensors_by_name(tree if section == "extra" else tree[section])
-        taken.chunks[section] = local_chunks(tensors, rank)
-        taken.plain[section] = _without_tensors(tree if section == "extra" else tree[section])
+        tree = _tree_of(state, section)
+        taken.chunks[section] = local_chunks(_tensors_by_name(tree), rank)
+        taken.plain[section] = _without_tensors(tree)
     return taken
+
+
+def _tree_of(state: Mapping[str, Any], section: str) -> Any:
+    entries = {entry: state.get(entry, {}) for entry in SECTIONS[section]}
+    return entries if section == "extra" else entries[section]
 
 
 def write_snapshot(
@@ -127,9 +131,9 @@ def check_part(
         target, shards, tensors, plain = _section(folder, manifest, part, section, state, engine)
         if tensors or shards:
             check_fit(shards, tensors, f"{folder.name}/{part}/{section}")
-        _check_plain(target, plain, f"{folder.name}/{part}/{section}")
+        _merged(target, plain, f"{folder.name}/{part}/{section}")
     if schedule is not None:
-        _check_plain(state["scheduler"], schedule, f"{folder.name}: schedule of the {part}")
+        _merged(state["scheduler"], schedule, f"{folder.name}: schedule of the {part}")
 
 
 _RESTARTS = {
@@ -164,7 +168,7 @@ def load_part(
         target, shards, tensors, plain = _section(folder, manifest, part, section, state, engine)
         if tensors or shards:
             read_into(shards, tensors, f"{folder.name}/{part}/{section}")
-        merged = _with_plain(target, plain)
+        merged = _merged(target, plain)
         state.update(merged if section == "extra" else {section: merged})
     if "extra" not in sections and state["scheduler"]:
         if schedule is None:
@@ -211,8 +215,7 @@ def _section(
 ) -> tuple[Any, list[Path], dict[str, torch.Tensor], Any]:
     """The engine's own tree of a section, the files with its tensors, these by their names there, and the saved plain
     values."""
-    tree: Any = {entry: state.get(entry, {}) for entry in SECTIONS[section]}
-    tree = tree if section == "extra" else tree[section]
+    tree = _tree_of(state, section)
     files = manifest.files_of(folder, f"{part}/{section}/")
     shards, tensors = [file for file in files if file.suffix == ".safetensors"], _tensors_by_name(tree)
     if section == "model" and "model" not in manifest.parts.get(part, []):
@@ -223,29 +226,24 @@ def _section(
 def _plain_values(files: Sequence[Path], rank: int) -> Any:
     """This rank's plain values; those of the first where the checkpoint has no such rank."""
     by_rank = {int(file.stem.rpartition("_")[2]): file for file in files if file.suffix == ".json"}
-    if not by_rank:
-        return {}
-    return read_tree(by_rank.get(rank, by_rank[min(by_rank)]), {})
+    return read_tree(by_rank.get(rank, by_rank[min(by_rank)]), {}) if by_rank else {}
 
 
 def _tensors_by_name(tree: Any) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name, tensor in _tensor_leaves(tree):
-        if name in found:
+        if name in tensors:
             raise CheckpointError(f"two tensors of the engine's state have the name {name!r}")
-        found[name] = tensor
-    return found
+        tensors[name] = tensor
+    return tensors
 
 
 def _tensor_leaves(tree: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(tree, torch.Tensor):
         yield path, tree
-    elif isinstance(tree, Mapping):
-        for key, value in tree.items():
+    elif isinstance(tree, Mapping | list | tuple):
+        for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
             yield from _tensor_leaves(value, f"{path}.{key}" if path else str(key))
-    elif isinstance(tree, (list, tuple)):
-        for index, value in enumerate(tree):
-            yield from _tensor_leaves(value, f"{path}.{index}" if path else str(index))
 
 
 def _without_tensors(tree: Any) -> Any:
@@ -260,34 +258,24 @@ def _without_tensors(tree: Any) -> Any:
     return tree
 
 
-def _check_plain(current: Any, saved: Any, where: str) -> None:
-    """Raise unless the saved plain values have the types of the engine's; further keys are ignored."""
-    if isinstance(current, Mapping) and isinstance(saved, Mapping):
-        for key in current.keys() & saved.keys():
-            _check_plain(current[key], saved[key], f"{where}.{key}")
-    elif isinstance(current, (int, float)) and not isinstance(current, bool):
-        number = isinstance(saved, (int, float)) and not isinstance(saved, bool)
-        if not number or not abs(saved) < 1 << 63:
-            raise CheckpointError(f"{where} is {str(saved)[:40]!r}, not a number of this size")
-    elif (
-        not isinstance(current, torch.Tensor) and current is not None and not isinstance(saved, type(current))
-    ):
-        raise CheckpointError(f"{where} is a {type(saved).__name__}, not a {type(current).__name__}")
-
-
-_MISSING = object()
-
-
-def _with_plain(target: Any, plain: Any) -> Any:
-    """`target` with its plain values replaced by the saved ones."""
-    if plain is _MISSING or isinstance(target, torch.Tensor):
+def _merged(target: Any, saved: Any, where: str | None = None) -> Any:
+    """`target` with its plain values replaced by the saved ones; CheckpointError where these have other types, but for
+    those in lists."""
+    if isinstance(target, torch.Tensor):
         return target
-    if isinstance(target, Mapping) and isinstance(plain, Mapping):
-        merged = {key: _with_plain(value, plain.get(key, _MISSING)) for key, value in target.items()}
-        return merged | {key: value for key, value in plain.items() if key not in target}
-    if isinstance(target, (list, tuple)) and isinstance(plain, (list, tuple)) and len(target) == len(plain):
-        return type(target)(_with_plain(t, p) for t, p in zip(target, plain, strict=True))
-    return plain
+    if isinstance(target, Mapping) and isinstance(saved, Mapping):
+        paths = {key: where and f"{where}.{key}" for key in target}
+        known = {key: _merged(target[key], saved[key], paths[key]) for key in target if key in saved}
+        return {**target, **saved, **known}
+    if isinstance(target, (int, float)) and not isinstance(target, bool):
+        number = isinstance(saved, (int, float)) and not isinstance(saved, bool)
+        if where and not (number and abs(saved) < 1 << 63):
+            raise CheckpointError(f"{where} is {str(saved)[:40]!r}, not a number of this size")
+    elif where and target is not None and not isinstance(saved, type(target)):
+        raise CheckpointError(f"{where} is a {type(saved).__name__}, not a {type(target).__name__}")
+    if isinstance(target, (list, tuple)) and isinstance(saved, (list, tuple)) and len(target) == len(saved):
+        return type(target)(map(_merged, target, saved))
+    return saved
 
 
 # -- trees of plain values and tensors as JSON plus named tensors ----------------------------------------------------
@@ -336,25 +324,21 @@ def read_tree(path: Path, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 def check_tree(tree: Mapping[str, Any]) -> None:
     """Raise unless the tree comes back as it was."""
-    text, tensors = encode(dict(tree))
-    _decode(parse_json(text), tensors)
+    decode(*encode(dict(tree)))
 
 
 def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
-    if value is None or isinstance(value, (bool, str)):
-        return value
     if isinstance(value, np.generic):
         return _encode(value.item(), path, tensors)
-    if isinstance(value, (int, float)):
+    if value is None or isinstance(value, (bool, str, int, float)):
         return value
+    name = _free_name(path, tensors)
     if isinstance(value, torch.Tensor):
-        name = _free_name(path, tensors)
         tensors[name] = value.detach().cpu().clone()
         return {"__tensor__": name}
     if isinstance(value, np.ndarray):
         if value.dtype == object:
             raise CheckpointError(f"state {path!r} is an array of objects; only numbers can be saved")
-        name = _free_name(path, tensors)
         tensors[name] = torch.from_numpy(_numeric(value).copy())
         return {"__array__": name, "dtype": value.dtype.str}
     if isinstance(value, bytes):
@@ -365,9 +349,8 @@ def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
         return [_encode(item, f"{path}.{i}", tensors) for i, item in enumerate(value)]
     if isinstance(value, Mapping):
         if all(isinstance(key, str) and key not in _TAGS for key in value):
-            return {
-                key: _encode(item, f"{path}.{key}" if path else key, tensors) for key, item in value.items()
-            }
+            front = f"{path}." if path else ""
+            return {key: _encode(item, front + key, tensors) for key, item in value.items()}
         pairs = [
             [_encode(key, f"{path}.{i}.key", tensors), _encode(item, f"{path}.{i}", tensors)]
             for i, (key, item) in enumerate(value.items())
@@ -437,9 +420,8 @@ def check_rng(state: dict[str, Any]) -> None:
     random.Random().setstate(state["python"])
     np.random.RandomState().set_state(state["numpy"])
     torch.Generator().set_state(state["torch"])
-    for device, tensor in enumerate(state.get("cuda", [])):
-        if torch.cuda.is_available() and device < torch.cuda.device_count():
-            torch.Generator(f"cuda:{device}").set_state(tensor)
+    for device, tensor in _of_devices(state):
+        torch.Generator(f"cuda:{device}").set_state(tensor)
 
 
 def restore_rng(state: dict[str, Any]) -> None:
@@ -447,6 +429,9 @@ def restore_rng(state: dict[str, Any]) -> None:
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
-    for device, tensor in enumerate(state.get("cuda", [])):
-        if torch.cuda.is_available() and device < torch.cuda.device_count():
-            torch.cuda.set_rng_state(tensor, device)
+    for device, tensor in _of_devices(state):
+        torch.cuda.set_rng_state(tensor, device)
+
+
+def _of_devices(state: dict[str, Any]) -> list[tuple[int, torch.Tensor]]:
+    return list(enumerate(state.get("cuda", [])[: torch.cuda.device_count()]))

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from verl.checkpoint.files import lock, remove_folder, replace_file, sync_folder
+from verl.checkpoint.files import lock, remove_folder, replace_file, sync_file
 from verl.checkpoint.manifest import MANIFEST, Manifest, read_manifest, verify, write_manifest
 from verl.errors import CheckpointError
 
@@ -122,7 +122,7 @@ def publish(work: Path, final: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
         os.rename(final, old)
     os.rename(work, final)
-    sync_folder(final.parent)
+    sync_file(final.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -135,7 +135,7 @@ def archive(folder: Path) -> bool:
     with exclusive(folder) as unused:
         if unused and folder.exists():
             os.rename(folder, name)
-            sync_folder(folder.parent)
+            sync_file(folder.parent)
             logger.warning("%s is beyond the step this run started from; kept as %s", folder.name, name.name)
         return unused
 

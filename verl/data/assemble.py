@@ -31,23 +31,15 @@ class FinishedSample(Protocol):
     def policy_version(self) -> int: ...
 
 
-def pad_left(
-    rows: Sequence[Sequence[Any] | np.ndarray], fill: float, dtype: torch.dtype, width: int = 0
+def pad_rows(
+    rows: Sequence[Sequence[Any] | np.ndarray],
+    fill: float,
+    dtype: torch.dtype,
+    width: int = 0,
+    *,
+    left: bool = False,
 ) -> torch.Tensor:
-    """Rows as one tensor, shorter ones filled up in front."""
-    return _padded(rows, fill, dtype, width, left=True)
-
-
-def pad_right(
-    rows: Sequence[Sequence[Any] | np.ndarray], fill: float, dtype: torch.dtype, width: int = 0
-) -> torch.Tensor:
-    """Rows as one tensor, shorter ones filled up behind."""
-    return _padded(rows, fill, dtype, width, left=False)
-
-
-def _padded(
-    rows: Sequence[Sequence[Any] | np.ndarray], fill: float, dtype: torch.dtype, width: int, left: bool
-) -> torch.Tensor:
+    """Rows as one tensor of at least `width` columns, shorter ones filled up behind, or in front."""
     width = max([width, *(len(row) for row in rows)])
     out = np.full((len(rows), width), fill, dtype=torch.empty(0, dtype=dtype).numpy().dtype)
     for number, row in enumerate(rows):
@@ -103,30 +95,26 @@ def assemble_rollouts(
         raise DataError(
             f"There are {len(responses)} responses for {len(prompts)} prompts; they must match row by row."
         )
-    if not len(prompts):
-        raise DataError("There are no prompts to assemble.")
-    if "prompt_ids" not in prompts.non_tensor_batch:
-        raise DataError("The prompts carry no 'prompt_ids' column.")
     prompt_rows = [list(ids) for ids in prompts.non_tensor_batch["prompt_ids"]]
     response_rows = [list(response.token_ids) for response in responses]
     masks = _response_masks(responses)
     log_probs = _log_probs(responses)
 
-    prompts_BP = pad_left(prompt_rows, pad_token_id, torch.long)
-    responses_BT = pad_right(response_rows, pad_token_id, torch.long, width=1)
+    prompts_BP = pad_rows(prompt_rows, pad_token_id, torch.long, left=True)
+    responses_BT = pad_rows(response_rows, pad_token_id, torch.long, width=1)
     T = responses_BT.shape[1]
-    prompt_mask_BP = pad_left([[1] * len(row) for row in prompt_rows], 0, torch.long)
-    seen_BT = pad_right([[1] * len(row) for row in response_rows], 0, torch.long, width=T)
+    prompt_mask_BP = pad_rows([[1] * len(row) for row in prompt_rows], 0, torch.long, left=True)
+    seen_BT = pad_rows([[1] * len(row) for row in response_rows], 0, torch.long, width=T)
     tensors = {
         "prompts": prompts_BP,
         "responses": responses_BT,
         "input_ids": torch.cat([prompts_BP, responses_BT], dim=1),
         "attention_mask": torch.cat([prompt_mask_BP, seen_BT], dim=1),
-        "response_mask": pad_right(masks, 0, torch.long, width=T),
-        "token_versions": pad_right([_versions(r) for r in responses], 0, torch.long, width=T),
+        "response_mask": pad_rows(masks, 0, torch.long, width=T),
+        "token_versions": pad_rows([_versions(r) for r in responses], 0, torch.long, width=T),
     }
     if log_probs is not None:
-        tensors["rollout_log_probs"] = pad_right(log_probs, 0.0, torch.float32, width=T)
+        tensors["rollout_log_probs"] = pad_rows(log_probs, 0.0, torch.float32, width=T)
     columns = {
         "finish_reason": object_column(response.finish_reason for response in responses),
         "policy_version": object_column(response.policy_version for response in responses),

@@ -1,4 +1,4 @@
-"""Tokenizers and chat templates: from messages or strings to the token ids a policy sees.
+"""Chat templates: from messages or strings to the token ids a policy sees.
 
 Messages are rendered to text, and that text is encoded without further special tokens, so text and ids agree. Special
 tokens that contents spell stay text (`verl.data.special_tokens`): between `render` and `encode` texts carry marks. A
@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -29,7 +28,6 @@ from verl.data.tool_messages import (
     with_short_ids,
 )
 from verl.errors import ConfigError, DataError, ModelError
-from verl.json_input import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,7 +36,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json", "tokenizer_config.json")
 _QUESTION = {"role": "user", "content": "a"}
 _SAID: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 """What `warn_once` has said."""
@@ -49,95 +46,6 @@ _OPTIONS = (
     "Options: data.chat_template=FILE (a Jinja template), a prompt column of already templated strings, "
     "or data.apply_chat_template=never (the messages' contents joined by newlines)."
 )
-
-
-def load_tokenizer(
-    path: str | Path,
-    trust_remote_code: bool = False,
-    chat_template: str | Path | None = None,
-    *,
-    key: str = "actor_rollout_ref.model.path",
-) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder or hub id, with a padding token, and with the template file if one is given.
-    `key` is the setting named in errors."""
-    text = str(path)
-    folder = Path(text).expanduser()
-    if folder.is_dir():
-        if not any(True for pattern in _VOCABULARIES for _ in folder.glob(pattern)):
-            raise ModelError(
-                f"The model folder {folder} has no tokenizer ({', '.join(_VOCABULARIES)}): copy its files there, or "
-                f"set {key} to a complete folder."
-            )
-        text = str(folder)
-    elif text.startswith(("/", ".", "~")) or text.count("/") > 1 or not text.strip():
-        raise ModelError(f"The model folder '{text}' does not exist ({key}).")
-
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(text, trust_remote_code=trust_remote_code)
-    except (
-        Exception
-    ) as error:  # damaged files raise anything, from KeyError to the Rust library's own Exception
-        raise ModelError(_no_tokenizer(text, key, error, trust_remote_code)) from error
-    if tokenizer.pad_token_id is None:
-        if tokenizer.eos_token_id is None:
-            raise ModelError(
-                f"The tokenizer of '{text}' has neither a padding nor an end-of-sequence token; "
-                "set eos_token in its tokenizer_config.json."
-            )
-        tokenizer.pad_token = tokenizer.eos_token
-    if chat_template is not None:
-        tokenizer.chat_template = read_template(chat_template)
-    return tokenizer
-
-
-def _no_tokenizer(text: str, key: str, error: Exception, trusted: bool) -> str:
-    why = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
-    if not Path(text).is_dir():
-        todo = f"There is no such folder, so it is taken for a model of the hub: set {key} to a folder, or download it."
-    elif "trust_remote_code" in str(error) and not trusted:
-        todo = f"If you trust the code that comes with it: {key.rpartition('.')[0]}.trust_remote_code=True."
-    else:
-        todo = f"Download its files again, or set {key} to another folder."
-    return f"{key}: no tokenizer could be loaded from '{text}': {why}. {todo}"
-
-
-def generation_stop_ids(path: str | Path) -> tuple[int, ...]:
-    """The tokens that end a response, in a model folder's generation_config.json or else its config.json."""
-    for name in ("generation_config.json", "config.json"):
-        file = Path(path).expanduser() / name
-        if not file.is_file():
-            continue
-        try:
-            found = read_json(file).get("eos_token_id")
-            if found is not None:
-                return tuple(int(each) for each in (found if isinstance(found, list) else [found]))
-        except (OSError, ValueError, TypeError, AttributeError) as error:
-            raise ModelError(f"{file} cannot be used: {error}. Repair or remove it") from error
-    return ()
-
-
-def warn_of_vocabulary(tokenizer: PreTrainedTokenizerBase, size: int | None) -> None:
-    """Say when a tokenizer knows tokens its model has no row for; such a prompt would be refused while generating."""
-    known = max(tokenizer.get_vocab().values(), default=-1) + 1
-    if size is not None and known > size:
-        logger.warning(
-            "the tokenizer of '%s' has ids up to %d, the model's vocab_size is %d: prompts with higher ids cannot be "
-            "used. Is it this model's tokenizer?",
-            tokenizer.name_or_path,
-            known - 1,
-            size,
-        )
-
-
-def read_template(path: str | Path) -> str:
-    """The text of a chat template file."""
-    file = Path(path).expanduser()
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"data.chat_template={path} cannot be read as a template file: {error}") from error
 
 
 @dataclass
@@ -177,14 +85,8 @@ class ChatFormat:
 
     def cache_key(self) -> list[Any]:
         """What decides, with tokenizer and template, the ids of a prompt."""
-        tools = list(self.tools or ())
-        settings = [
-            dict(self.template_kwargs),
-            self.system_prompt,
-            self.apply_chat_template,
-            self.parse_special_tokens,
-        ]
-        return [*settings, tools, self._leading_bos]
+        template = [dict(self.template_kwargs), self.system_prompt, self.apply_chat_template]
+        return [*template, self.parse_special_tokens, list(self.tools or ()), self._leading_bos]
 
     @cached_property
     def of_reward_models(self) -> ChatFormat:
@@ -205,18 +107,14 @@ class ChatFormat:
     @cached_property
     def ignores_tools(self) -> bool:
         """Whether the template has no place for tools: it writes the same with and without one."""
-        try:
-            return self._apply([_QUESTION], True, [PROBE_TOOL]) == self._apply([_QUESTION], True, None)
-        except Exception:  # refused with the row's name where it is rendered
-            return False
+        shown = self._probe([_QUESTION], True, [PROBE_TOOL])
+        return shown is not None and shown == self._probe([_QUESTION], True)
 
     @cached_property
     def writes_calls(self) -> bool:
         """Whether the template writes `tool_calls`."""
-        try:
-            return "inquired" in self._apply([_QUESTION, probe_call("inquired")], False, [PROBE_TOOL])
-        except Exception:  # refused with the row's name where it is rendered
-            return True
+        text = self._probe([_QUESTION, probe_call("inquired")], False, [PROBE_TOOL])
+        return text is None or "inquired" in text  # refused with the row's name where it is rendered
 
     @cached_property
     def takes_tool_role(self) -> bool:
@@ -255,11 +153,8 @@ class ChatFormat:
     @cached_property
     def _takes_system(self) -> bool:
         """Whether the template shows a system message."""
-        try:
-            system = {"role": "system", "content": "instructed"}
-            return "instructed" in self._apply([system, _QUESTION], True, None)
-        except Exception:  # the template's own refusal
-            return False
+        system = {"role": "system", "content": "instructed"}
+        return "instructed" in (self._probe([system, _QUESTION], True) or "")
 
     def _with_tools_text(self, messages: Sequence[Mapping[str, Any]], tools: Tools) -> list[dict[str, Any]]:
         """The tools as part of the system message, or of the first message where the template has no such role."""
@@ -318,9 +213,7 @@ class ChatFormat:
             if self.parse_special_tokens:
                 return as_given(apply(*messages, tools))
             return self._special.render(apply, [*messages, tools], drawn=drawn)
-        except (
-            Exception
-        ) as error:  # templates raise jinja2 errors, and any Python error from their expressions
+        except Exception as error:  # of jinja2, and any Python error from a template's expressions
             raise DataError(f"The chat template refuses {where}: {error}") from error
 
     def _say_spelled(self, value: Any, where: str) -> None:
@@ -349,18 +242,8 @@ class ChatFormat:
     @cached_property
     def turn_end(self) -> str | None:
         """What the template writes after the text of an answer, with marks; None where it writes no answers."""
-        try:
-            text = self._apply([_QUESTION, {"role": "assistant", "content": "answered"}], False, None)
-        except Exception:  # the template's own refusal, or there is none
-            return None
+        text = self._probe([_QUESTION, {"role": "assistant", "content": "answered"}], False) or ""
         return as_given(text.rpartition("answered")[2]) if "answered" in text else None
-
-    def written_alone(self, message: Mapping[str, Any], where: str, tools: Tools | None) -> str:
-        """What the template writes for an answer after the header of its turn, whatever comes before; empty where it
-        does not begin with that header."""
-        before = self.render([_QUESTION], generate=True, where=where, tools=tools)
-        whole = self.render([_QUESTION, message], generate=False, where=where, tools=tools)
-        return whole.removeprefix(before) if whole.startswith(before) else ""
 
     @cached_property
     def _ends_turns(self) -> bool:
@@ -401,6 +284,15 @@ class ChatFormat:
             **self.template_kwargs,
         )
         return str(text)
+
+    def _probe(
+        self, messages: Sequence[Mapping[str, Any]], generate: bool, tools: Tools | None = None
+    ) -> str | None:
+        """The template's text; None where it refuses, or there is none."""
+        try:
+            return self._apply(messages, generate, tools)
+        except Exception:  # a template's own, of any kind
+            return None
 
     def messages_of(self, prompt: Any, where: str, tools: Tools | None = None) -> Messages | None:
         """The messages of a prompt, as the template takes them; None for a string that is used as it is, and for what
@@ -459,10 +351,8 @@ class ChatFormat:
         if messages is None:
             raise no_prompt(prompt, where)
         if messages[-1]["role"] == "assistant":
-            self.warn_once(
-                "prefill",
-                f"the prompt of {where} ends with the assistant's message: the policy continues it",
-            )
+            told = f"the prompt of {where} ends with the assistant's message: the policy continues it"
+            self.warn_once("prefill", told)
         return messages, self.render(messages, generate=True, where=where, tools=tools)
 
     def _say_untemplated(self, prompt: str, where: str) -> None:
@@ -487,9 +377,8 @@ class ChatFormat:
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of texts with marks, nothing added."""
         plain = [text for text in texts if not is_marked(text)]
-        encoded = iter(
-            self.tokenizer(plain, add_special_tokens=False, verbose=False)["input_ids"] if plain else []
-        )
+        ids = self.tokenizer(plain, add_special_tokens=False, verbose=False)["input_ids"] if plain else []
+        encoded = iter(ids)
         return [self._special.encode(text) if is_marked(text) else next(encoded) for text in texts]
 
     def encode_following(self, texts: Sequence[str], before: Sequence[str] = ()) -> list[list[int]]:
@@ -507,17 +396,13 @@ class ChatFormat:
                 lost = fronts is before and texts[number][:1].isspace()
                 if whole[: len(start)] == start and not lost:
                     found[number] = whole[len(start) :]
-        return [
-            found[number] if number in found else self.encode([text])[0] for number, text in enumerate(texts)
-        ]
+        return [found[at] if at in found else self.encode([text])[0] for at, text in enumerate(texts)]
 
     @cached_property
     def _adds_space(self) -> bool:
-        letter, *both = self.encode(["a", *_ANCHORS, *(anchor + "a" for anchor in _ANCHORS)])
-        return all(
-            whole != start + letter
-            for start, whole in zip(both[: len(_ANCHORS)], both[len(_ANCHORS) :], strict=True)
-        )
+        (letter,), starts = self.encode(["a"]), self.encode(_ANCHORS)
+        wholes = self.encode([anchor + "a" for anchor in _ANCHORS])
+        return all(whole != start + letter for start, whole in zip(starts, wholes, strict=True))
 
     def prompt_ids(self, texts: Sequence[str], takes_bos: Sequence[bool]) -> list[list[int]]:
         """Ids of prompts, texts with marks. The beginning token goes in front of those that no template has written,
@@ -559,17 +444,3 @@ class ChatFormat:
         ids, (inner,) = self.tokenizer("a", verbose=False)["input_ids"], self.encode(["a"])
         start = next(at for at in range(len(ids)) if ids[at : at + len(inner)] == inner)
         return ids[:start], ids[start + len(inner) :]
-
-
-def truncate(ids: list[int], limit: int, mode: str) -> list[int]:
-    """At most `limit` ids: `left` keeps the end, `right` the beginning, `middle` both ends."""
-    if len(ids) <= limit:
-        return ids
-    if mode == "left":
-        return ids[len(ids) - limit :]
-    if mode == "right":
-        return ids[:limit]
-    if mode == "middle":
-        head = limit // 2
-        return ids[:head] + ids[len(ids) - (limit - head) :]
-    raise ConfigError(f"data.truncation={mode!r} is not known; allowed: error, left, right, middle.")

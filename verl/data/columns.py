@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -35,6 +36,14 @@ STRINGS = (
 def is_text(value: Any) -> bool:
     """Whether a prompt is a string, not messages."""
     return isinstance(value, str) and not is_conversation(value)
+
+
+def as_number(value: Any) -> float:
+    """A number in a row, also one that is written as text; NaN for anything else."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
 
 
 def likely_column(wanted: str, role: str, columns: Sequence[str], sample: Mapping[str, Any]) -> str | None:

@@ -9,13 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.data.chat import ChatFormat
+from verl.data.columns import require_column
+from verl.data.files import Rows
 from verl.data.messages import after_prompt, no_prompt, read_messages, shared_beginning
 from verl.data.special_tokens import unmarked
 from verl.data.tool_messages import Messages, Tools, as_tools
 from verl.errors import DataError
+
+if TYPE_CHECKING:
+    from verl.config.schema import DataConfig
 
 Row = tuple[list[int], list[int]]
 """Ids, and 1 for each id that is learned from."""
@@ -173,7 +178,10 @@ def _written(
     if not text and answer is messages[-1]:
         # The template left something out of the context when the answer came: Mistral's writes the system message only
         # while the question is last.
-        text = chat.written_alone(answer, where, tools)
+        asked = [{"role": "user", "content": "a"}]
+        header = chat.render(asked, generate=True, where=where, tools=tools)
+        whole = chat.render([*asked, answer], generate=False, where=where, tools=tools)
+        text = whole.removeprefix(header) if whole.startswith(header) else ""
     if text and (_holds(text, answer["content"]) or answer.get("tool_calls")):
         for name in ("content", "reasoning_content"):
             if not _holds(text, str(answer.get(name) or "")):
@@ -221,26 +229,21 @@ def _after_opened(before: str, answer: Mapping[str, Any]) -> str:
 
 
 def sft_answers(
-    chat: ChatFormat,
-    row: Mapping[str, Any],
-    where: str,
-    messages_key: str | None,
-    prompt_key: str,
-    response_key: str,
-    tools_key: str,
+    chat: ChatFormat, row: Mapping[str, Any], where: str, keys: Mapping[str, str], *, conversation: bool
 ) -> list[Answer]:
-    """What is learned of a row: a conversation in `messages_key`, or a prompt with its response."""
-    tools = as_tools(row.get(tools_key), where)
-    if messages_key is None:
-        before, following = read_exchange(
-            chat, row.get(prompt_key), row.get(response_key), where, response_key
-        )
+    """What is learned of a row: a conversation, or a prompt with its response. `keys`: the columns of messages, prompt,
+    response and tools."""
+    tools = as_tools(row.get(keys["tools"]), where)
+    if not conversation:
+        prompt, response = row.get(keys["prompt"]), row.get(keys["response"])
+        before, following = read_exchange(chat, prompt, response, where, keys["response"])
         return exchange_answers(chat, before, following, where, tools)
-    messages = read_messages(row.get(messages_key), f"'{messages_key}' of {where}")
+    given = row.get(keys["messages"])
+    messages = read_messages(given, f"'{keys['messages']}' of {where}")
     if messages is None:
         raise DataError(
-            f"'{messages_key}' of {where} is not a list of messages with 'role' and 'content': "
-            f"{str(row.get(messages_key))[:200]!r}."
+            f"'{keys['messages']}' of {where} is not a list of messages with 'role' and 'content': "
+            f"{str(given)[:200]!r}."
         )
     return conversation_answers(messages, chat, where, tools=tools)
 
@@ -330,3 +333,48 @@ def answer_ids(
             )
     rows = encode_answers(chat, read, where)
     return [[token for token, learned in zip(*of_row[-1], strict=True) if learned] for of_row in rows]
+
+
+# -- the data's own answers to the prompts of reinforcement learning, as the policy would write them (SPIN)
+
+
+class AnswerColumn:
+    """The column `data.response_key`, encoded: each answer with the token that ends it."""
+
+    def __init__(self, config: DataConfig, rows: Rows, chat: ChatFormat, files_key: str) -> None:
+        self._config, self._rows, self._chat, self._files_key = config, rows, chat, files_key
+        require_column(rows, config.response_key, "data.response_key", "response", files_key)
+
+    def ids(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Of these rows."""
+        rows = [self._rows[number] for number in numbers]
+        prompts, answers = (
+            [row.get(key) for row in rows] for key in (self._config.prompt_key, self._config.response_key)
+        )
+        for number, answer in zip(numbers, answers, strict=True):
+            if answer is None or answer == "":
+                raise DataError(
+                    f"{self._files_key}: '{self._config.response_key}' (data.response_key) of "
+                    f"{self._rows.origin(number)} must be a text, got {str(answer)[:80]!r}."
+                )
+        try:
+            return answer_ids(self._chat, prompts, answers, [self._rows.origin(number) for number in numbers])
+        except DataError as error:
+            raise DataError(f"{self._files_key}: {error}") from error
+
+    def check(self, numbers: Sequence[int]) -> None:
+        """Refuse answers of these rows that are longer than a response may be."""
+        limit = self._config.max_response_length
+        lengths = [
+            len(ids)
+            for start in range(0, len(numbers), 1024)
+            for ids in self.ids(numbers[start : start + 1024])
+        ]
+        long, longest = sum(length > limit for length in lengths), max(lengths, default=0)
+        if long:
+            worst = self._rows.origin(numbers[lengths.index(longest)])
+            raise DataError(
+                f"{self._files_key}: {long} of {len(lengths)} answers (data.response_key={self._config.response_key}) "
+                f"are longer than data.max_response_length={limit} tokens; the longest, {worst}, has {longest}. Set "
+                f"data.max_response_length={longest}, or leave those rows out."
+            )

@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 
 from verl.config.known import CHAT_TEMPLATE_USES
-from verl.data.chat import ChatFormat, load_tokenizer
+from verl.data.chat import ChatFormat
 from verl.data.columns import STRINGS, is_text, likely_column
 from verl.data.conversations import Row, encode_answers, pair_rows, sft_answers
 from verl.data.files import Rows, read_rows
 from verl.data.messages import is_conversation, plain_text, read_messages
+from verl.data.reward_columns import truth_of
+from verl.data.tokenizer import load_tokenizer
 from verl.errors import DataError, VerlError
 
 _COLUMNS = ("prompt", "response", "messages", "tools", "chosen", "rejected")
@@ -62,9 +64,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         lines.append(f"the trainer would read it as: {_KINDS[kind]}")
         if kind == "rl":
-            # Here, because it imports torch, which --help and completion do not need.
-            from verl.data.rl_dataset import truth_of
-
             sources = Counter(str(row.get("data_source") or "(none)") for row in rows)
             lines.append("data_source: " + ", ".join(f"{name} ({n})" for name, n in sources.most_common(8)))
             lines.append(f"rows without a truth: {sum(truth_of(row) is None for row in rows)}")
@@ -157,12 +156,9 @@ def _measure(
     lines += ["", "first row, as the policy sees it:", *(f"  | {line}" for line in first[:1500].splitlines())]
     if answers:
         lines += ["", "of it, learned from:"]
-        lines += [f"  {'>' if not at else '|'} {line}" for text in answers for at, line in _numbered(text)]
+        cut = [text[:1500].splitlines() for text in answers]
+        lines += [f"  {'|' if at else '>'} {line}" for text in cut for at, line in enumerate(text)]
     return lines, not errors
-
-
-def _numbered(text: str) -> Iterator[tuple[int, str]]:
-    return enumerate(text[:1500].splitlines())
 
 
 def _learned_texts(chat: ChatFormat, ids: Sequence[int], mask: Sequence[int]) -> list[str]:
@@ -183,6 +179,5 @@ def _encoded(
         if not ids:
             raise DataError(f"The prompt of {where} is empty.")
         return [(ids, [0] * len(ids))]
-    messages_key = keys["messages"] if kind == "chat" else None
-    answers = sft_answers(chat, row, where, messages_key, keys["prompt"], keys["response"], keys["tools"])
+    answers = sft_answers(chat, row, where, keys, conversation=kind == "chat")
     return encode_answers(chat, [answers], [where])[0]

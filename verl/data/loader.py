@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from verl.data.proto import DataProto
-from verl.errors import CheckpointError, ConfigError, DataError
+from verl.errors import CheckpointError, DataError
 
 logger = logging.getLogger(__name__)
 
@@ -46,18 +46,12 @@ class EpochOrder:
     ) -> None:
         """`difficulty` (one number per row) puts easy rows first, equal ones shuffled; `mixture` draws each
         part's share, `size` rows in all, and visits every row of a part equally often."""
-        if difficulty is not None and len(difficulty) != size and not mixture:
-            raise DataError(f"There are {len(difficulty)} difficulties for {size} rows.")
         self._all_rows = MixturePart("all", 1.0, np.arange(size))
         self._parts = list(mixture or ())
         for part in self._parts:
             if not len(part.positions):
                 raise DataError(
                     f"data.mixture: the part '{part.name}' has no usable rows (filtered away, or empty files)."
-                )
-            if not part.weight > 0:
-                raise DataError(
-                    f"data.mixture: the weight of '{part.name}' must be above 0, got {part.weight}."
                 )
         self._seed = seed
         self._shuffle = shuffle
@@ -149,8 +143,6 @@ class Loader:
         self._workers = num_workers
         if not len(self._order):
             raise DataError("The dataset has no rows.")
-        if batch_size < 1:
-            raise ConfigError(f"{key}={batch_size}: a batch needs at least one row.")
         if batch_size > len(self._order):
             raise DataError(
                 f"{key}={batch_size} is larger than the dataset: an epoch has {len(self._order)} usable rows. "

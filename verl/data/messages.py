@@ -22,12 +22,13 @@ _TEXT = re.compile(r"""\s*(\[\s*)?\{\s*["']\w{1,40}["']\s*:""")
 _KEY = re.compile(r"""["'](role|content|tool_calls|from|value)["']\s*:""")
 _NUMPY_BREAK = re.compile(r"\}[^\S\n]*\n\s*\{")
 """Between the elements of an array that numpy wrote. Inside of a text such a line break is written as an escape."""
-_SPEAKERS = {
+SPEAKERS = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "bot", "model", "assistant"), "assistant"),
     "system": "system",
     **dict.fromkeys(("tool", "observation", "function", "function_response", "tool_response"), "tool"),
 }
+"""Names of roles in files, and the usual one."""
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
 
@@ -55,7 +56,7 @@ def _one_message(text: str) -> bool:
         value = parse_json(text)
     except ValueError:
         return False
-    return is_conversation(value) and value["role"].lower() in _SPEAKERS
+    return is_conversation(value) and value["role"].lower() in SPEAKERS
 
 
 def read_messages(value: Any, where: str) -> Messages | None:
@@ -109,9 +110,9 @@ def _message(turn: Mapping[str, Any], where: str) -> dict[str, Any]:
     kept = {str(name): part for name, part in turn.items() if part is not None}
     if "role" not in kept and "from" in kept:
         speaker = str(kept.pop("from"))
-        if speaker.lower() not in _SPEAKERS:
-            raise DataError(f"{where} is of an unknown speaker {speaker!r}; known: {', '.join(_SPEAKERS)}.")
-        kept = {"role": _SPEAKERS[speaker.lower()], "content": kept.pop("value", ""), **kept}
+        if speaker.lower() not in SPEAKERS:
+            raise DataError(f"{where} is of an unknown speaker {speaker!r}; known: {', '.join(SPEAKERS)}.")
+        kept = {"role": SPEAKERS[speaker.lower()], "content": kept.pop("value", ""), **kept}
     if not isinstance(kept.get("role"), str):
         raise DataError(f"{where} has no 'role', or one that is no text: {str(dict(turn))[:200]!r}.")
     calls = as_call_list(kept.pop("tool_calls", None), kept["role"], where)
@@ -146,9 +147,9 @@ def _text(content: Any, where: str) -> str:
 def named_roles(messages: Messages) -> Messages:
     """With the usual name of each role (`human` is `user`, `gpt` is `assistant`); DataError for one without."""
     for message in messages:
-        if message["role"].lower() not in _SPEAKERS:
-            raise DataError(f"unknown speaker {message['role']!r}; known: {', '.join(_SPEAKERS)}")
-    return [{**message, "role": _SPEAKERS[message["role"].lower()]} for message in messages]
+        if message["role"].lower() not in SPEAKERS:
+            raise DataError(f"unknown speaker {message['role']!r}; known: {', '.join(SPEAKERS)}")
+    return [{**message, "role": SPEAKERS[message["role"].lower()]} for message in messages]
 
 
 def no_prompt(prompt: Any, where: str) -> DataError:

@@ -16,14 +16,14 @@ import numpy as np
 import torch
 
 from verl.config.sections.preference import PreferenceAlgorithmConfig
-from verl.data.chat import ChatFormat, read_template, truncate
-from verl.data.columns import require_column
+from verl.data.columns import as_number, require_column
 from verl.data.conversations import Row, pair_rows
-from verl.data.files import Files, Rows, read_rows
-from verl.data.loader import EpochOrder, Loader
+from verl.data.dataset import EncodedRows, encoded_loader
+from verl.data.files import Files, Rows
+from verl.data.loader import Loader
 from verl.data.proto import DataProto
-from verl.data.rl_dataset import choose_rows
 from verl.data.sft_dataset import Encoded, fit_encoded, pad_encoded
+from verl.data.tokenizer import truncate
 from verl.errors import DataError
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class PreferenceItem:
     margin: float = 0.0
 
 
-class PreferenceDataset:
+class PreferenceDataset(EncodedRows[PreferenceItem]):
     """Rows with `prompt`, `chosen` and `rejected`: strings or messages. Without a prompt column, the answers are
     conversations, and what they share at their beginning is the prompt."""
 
@@ -66,22 +66,15 @@ class PreferenceDataset:
         training: bool = True,
         use: Use = "pairs",
     ) -> None:
-        if config.chat_template:
-            tokenizer.chat_template = read_template(config.chat_template)
+        super().__init__(config, files, tokenizer, training)
         self.config = config
-        self.tokenizer = tokenizer
         self.use = use
-        self.files_key = "data.train_files" if training else "data.val_files"
         self.reference: np.ndarray | None = None
         """[pairs, rows of each]: the reference's log-probs of the answers, once they are known."""
-        self._chat = ChatFormat.of(tokenizer, config)
         self._keys = (config.prompt_key, config.chosen_key, config.rejected_key)
-        split = "train" if training else "test"
-        self.rows = files if isinstance(files, Rows) else read_rows(files, key=self.files_key, split=split)
         require_column(self.rows, config.chosen_key, "data.chosen_key", "response", self.files_key)
         require_column(self.rows, config.rejected_key, "data.rejected_key", "response", self.files_key)
-        limit = config.train_max_samples if training else config.val_max_samples
-        self.items = self._encode_all(choose_rows(len(self.rows), limit, config.shuffle, config.seed))
+        self.items = self._encode_all(self._chosen)
         if use == "kto":
             self._add_other_answers()
 
@@ -128,11 +121,8 @@ class PreferenceDataset:
         value = self.rows[number].get(name)
         if value is None or value == "":  # which an empty cell of a CSV file is
             return 0.0
-        try:
-            margin = float("nan" if isinstance(value, bool) else value)
-        except (TypeError, ValueError, OverflowError):
-            margin = float("nan")
-        if not np.isfinite(margin):
+        margin = as_number(value)
+        if isinstance(value, bool) or not np.isfinite(margin):
             raise DataError(
                 f"{self.files_key}: '{name}' (data.margin_key) of {self.rows.origin(number)} is {value!r}; it must be "
                 "a finite number."
@@ -187,15 +177,6 @@ class PreferenceDataset:
         except DataError as error:
             raise DataError(f"{self.files_key}: {error}") from error
 
-    def __len__(self) -> int:
-        return len(self.items)
-
-    def __getitem__(self, position: int) -> PreferenceItem:
-        return self.items[position]
-
-    def row_number(self, position: int) -> int:
-        return self.items[position].index
-
     def batch(self, positions: Sequence[int], uids: Sequence[str]) -> DataProto:
         """`pad_encoded` of the pairs' rows, `chosen` [B], where known `ref_log_prob` [B], for reward models `margin`;
         `rows_together` rows make a pair."""
@@ -223,19 +204,13 @@ def preference_loader(
     use: Use = "pairs",
     fit: Callable[[int], None] | None = None,
 ) -> Loader | None:
-    """The loader of the data section's training or validation pairs; None without val_files.
-
-    `fit` is called with the pairs per epoch before the size of a batch is read from `config`."""
-    files = config.train_files if training else config.val_files
-    if not files and not training:
-        return None
-    dataset = PreferenceDataset(config, files, tokenizer, training=training, use=use)
-    order = EpochOrder(len(dataset), seed=config.seed, shuffle=config.shuffle and training)
-    if fit is not None:
-        fit(len(order))
-    size = config.train_batch_size if training else min(config.train_batch_size, len(order))
-    workers = config.dataloader_num_workers
-    return Loader(dataset, size, order=order, drop_last=False, num_workers=workers)
+    """The loader of the data section's training or validation pairs (`encoded_loader`)."""
+    return encoded_loader(
+        config,
+        lambda files: PreferenceDataset(config, files, tokenizer, training=training, use=use),
+        training,
+        fit,
+    )
 
 
 def _answered_by(mine: Encoded, other: Encoded, limit: int) -> Encoded:

@@ -38,9 +38,7 @@ def same_value(left: Any, right: Any) -> bool:
         if left.shape != right.shape or left.dtype != right.dtype:
             return False
         both = right.to(left.device)
-        if left.is_floating_point():
-            return bool(((left == both) | (left.isnan() & both.isnan())).all())
-        return torch.equal(left, both)
+        return bool(((left == both) | ((left != left) & (both != both))).all())
     if isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
         return left.shape == right.shape and same_value(left.tolist(), right.tolist())
     if isinstance(left, torch.Tensor | np.ndarray) or isinstance(right, torch.Tensor | np.ndarray):
@@ -97,7 +95,7 @@ class DataProto:
         return DataProto(dict(tensors or {}), columns, dict(meta_info or {}))
 
     def check(self) -> None:
-        """Raise `DataError` unless all tensors and columns have the same number of rows; every operation calls it."""
+        """Raise `DataError` unless all tensors and columns have the same number of rows; operations call it."""
         rows: dict[str, int] = {}
         for name, tensor in self.batch.items():
             if not isinstance(tensor, torch.Tensor):
@@ -143,7 +141,6 @@ class DataProto:
 
     def __getitem__(self, index: Index) -> DataProto:
         """The rows asked for, in the order asked for; always a DataProto, also for a single number."""
-        self.check()
         return self._take(index if isinstance(index, slice) else self._positions(index))
 
     def _positions(self, index: Any) -> np.ndarray:
@@ -160,6 +157,7 @@ class DataProto:
             raise DataError(f"Cannot index a batch of {len(self)} rows with {index!r}: {error}") from error
 
     def _take(self, rows: slice | np.ndarray) -> DataProto:
+        self.check()
         if isinstance(rows, slice):
             start, stop, step = rows.indices(len(self))
             if step < 0:  # tensors have no negative strides
@@ -171,15 +169,14 @@ class DataProto:
         columns = {name: column[rows] for name, column in self.non_tensor_batch.items()}
         return DataProto(tensors, columns, dict(self.meta_info))
 
+    @property
+    def _parts(self) -> tuple[dict[str, Any], ...]:
+        return self.batch, self.non_tensor_batch, self.meta_info
+
     def _kinds(self, *keys: Iterable[str] | None) -> Iterator[tuple[dict[str, Any], Iterable[str] | None]]:
         """Tensors, columns and meta entries, each with the names asked for, which must be there."""
-        named: tuple[tuple[str, dict[str, Any]], ...] = (
-            ("tensor", self.batch),
-            ("column", self.non_tensor_batch),
-            ("meta entry", self.meta_info),
-        )
         self.check()
-        for (kind, values), wanted in zip(named, keys, strict=True):
+        for kind, values, wanted in zip(("tensor", "column", "meta entry"), self._parts, keys, strict=True):
             wanted = [wanted] if isinstance(wanted, str) else wanted and list(dict.fromkeys(wanted))
             for key in wanted or ():
                 if key not in values:
@@ -205,38 +202,28 @@ class DataProto:
         meta_keys: Iterable[str] | None = None,
     ) -> DataProto:
         """Remove what is named from this batch and return it as another one."""
-        kinds = list(
-            self._kinds(batch_keys, non_tensor_keys, meta_keys)
-        )  # nothing is removed where a name is wrong
+        kinds = [
+            *self._kinds(batch_keys, non_tensor_keys, meta_keys)
+        ]  # all names are right before any is removed
         return DataProto(*({key: values.pop(key) for key in keys or ()} for values, keys in kinds))
 
     def union(self, other: DataProto) -> DataProto:
         """Both side by side, row for row; what both have must be equal."""
-        self.check()
-        other.check()
         has_rows = [bool(p.batch or p.non_tensor_batch) for p in (self, other)]
         if all(has_rows) and len(self) != len(other):
             raise DataError(f"Cannot join batches side by side: {len(self)} rows and {len(other)} rows.")
-        pairs: list[tuple[dict[str, Any], dict[str, Any]]] = [
-            (self.batch, other.batch),
-            (self.non_tensor_batch, other.non_tensor_batch),
-            (self.meta_info, other.meta_info),
-        ]
-        for mine, theirs in pairs:
+        joined: list[dict[str, Any]] = []
+        for mine, theirs in zip(self._parts, other._parts, strict=True):
             for key in mine.keys() & theirs.keys():
                 if not same_value(mine[key], theirs[key]):
                     raise DataError(f"Cannot join batches: '{key}' differs between them; rename or pop one.")
-        return DataProto(
-            {**self.batch, **other.batch},
-            {**self.non_tensor_batch, **other.non_tensor_batch},
-            {**self.meta_info, **other.meta_info},
-        )
+            joined.append({**mine, **theirs})
+        return DataProto(*joined)
 
     def repeat(self, n: int, interleave: bool = True) -> DataProto:
         """Every row n times: a a b b when interleaved, a b a b when not."""
         if not _whole_number(n, 1):
             raise DataError(f"repeat takes a whole number of at least 1, got {n!r}.")
-        self.check()
         rows = np.arange(len(self), dtype=np.int64)
         return self._take(np.repeat(rows, n) if interleave else np.tile(rows, n))
 
@@ -250,7 +237,6 @@ class DataProto:
         """Parts of `size` rows, in order; the last may be shorter."""
         if not _whole_number(size, 1):
             raise DataError(f"split takes a part size of at least 1, got {size!r}.")
-        self.check()
         return [self._take(slice(start, start + size)) for start in range(0, len(self), size)]
 
     @staticmethod
@@ -261,7 +247,6 @@ class DataProto:
         first = parts[0]
         meta: dict[str, Any] = {}
         for part in parts:
-            part.check()
             for mine, theirs in ((first.batch, part.batch), (first.non_tensor_batch, part.non_tensor_batch)):
                 if mine.keys() != theirs.keys():
                     differing = _names(mine.keys() ^ theirs.keys())
@@ -304,17 +289,12 @@ class DataProto:
         twice = {name for name in renamed if renamed.count(name) > 1}
         if twice:
             raise DataError(f"Cannot rename: {_names(twice)} would name two columns of the batch.")
-        return DataProto(
-            {names.get(name, name): tensor for name, tensor in self.batch.items()},
-            {names.get(name, name): column for name, column in self.non_tensor_batch.items()},
-            dict(self.meta_info),
-        )
+        tensors, columns = ({names.get(name, name): v for name, v in p.items()} for p in self._parts[:2])
+        return DataProto(tensors, columns, dict(self.meta_info))
 
     def to(self, device: torch.device | str) -> DataProto:
         """The tensors on `device`; columns and meta stay where they are."""
         target = torch.device(device)
-        # Towards the host a non-blocking copy could be read before it has arrived.
-        moved = {
-            name: tensor.to(target, non_blocking=target.type != "cpu") for name, tensor in self.batch.items()
-        }
+        ahead = target.type != "cpu"  # towards the host such a copy could be read before it has arrived
+        moved = {name: tensor.to(target, non_blocking=ahead) for name, tensor in self.batch.items()}
         return DataProto(moved, dict(self.non_tensor_batch), dict(self.meta_info))

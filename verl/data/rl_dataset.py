@@ -13,6 +13,7 @@ import logging
 import os
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,14 +21,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from verl.atomic_file import replacing
-from verl.data.answers import AnswerColumn
-from verl.data.chat import ChatFormat, Tools, read_template, truncate
-from verl.data.columns import require_column
+from verl.data.chat import ChatFormat, Tools
+from verl.data.columns import as_number, require_column
+from verl.data.conversations import AnswerColumn
+from verl.data.dataset import SectionRows
 from verl.data.files import Files, Rows, read_rows
 from verl.data.loader import EpochOrder, Loader, MixturePart
 from verl.data.proto import DataProto
 from verl.data.reward_columns import extra_info_of, truth_of
-from verl.errors import ConfigError, DataError
+from verl.data.tokenizer import truncate
+from verl.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,20 +43,7 @@ ToolsOfRow = Callable[[Mapping[str, Any]], Tools]
 """The tools a row's prompt shows, where rows differ."""
 
 
-def choose_rows(total: int, limit: int, shuffle: bool, seed: int) -> np.ndarray:
-    """At most `limit` row numbers (-1: all), ascending: a seeded sample when shuffling, else the first ones."""
-    if limit < 0 or limit >= total:
-        return np.arange(total)
-    if limit == 0:
-        raise ConfigError(
-            "data.train_max_samples and data.val_max_samples must be at least 1, or -1 for all rows."
-        )
-    if shuffle:
-        return np.sort(np.random.default_rng([seed, total]).choice(total, size=limit, replace=False))
-    return np.arange(limit)
-
-
-class RLDataset:
+class RLDataset(SectionRows):
     """The prompts of the data section's files. `training` says which of its settings apply."""
 
     def __init__(
@@ -70,22 +60,13 @@ class RLDataset:
         """`tools`: the schemas shown to the policy by the chat template, for runs with tools; `files_key`: what
         messages call the files, where it is not data.train_files or data.val_files; `answers`: items have `answer_ids`,
         the ids of the answer in column `data.response_key`."""
+        shown = None if callable(tools) else tools
+        super().__init__(config, files, tokenizer, training, tools=shown, files_key=files_key)
         self._tools_of = tools if callable(tools) else None
-        if config.chat_template:
-            tokenizer.chat_template = read_template(config.chat_template)
         self.config = config
-        self.files_key = files_key or ("data.train_files" if training else "data.val_files")
-        self._chat = ChatFormat.of(tokenizer, config, tools=None if callable(tools) else tools)
-        self.rows = (
-            files
-            if isinstance(files, Rows)
-            else read_rows(files, key=self.files_key, split="train" if training else "test")
-        )
         require_column(self.rows, config.prompt_key, "data.prompt_key", "prompt", self.files_key)
         self._answers = AnswerColumn(config, self.rows, self._chat, self.files_key) if answers else None
-        limit = config.train_max_samples if training else config.val_max_samples
-        chosen = choose_rows(len(self.rows), limit, config.shuffle, config.seed)
-        self.kept = self._fitting(chosen)
+        self.kept = self._fitting(self._chosen)
         if self._answers is not None:
             self._answers.check(self.kept.tolist())
         self.parts: list[tuple[str, int, int]] = []
@@ -175,25 +156,19 @@ class RLDataset:
         """`data.curriculum_key`: one number per usable row."""
         require_column(self.rows, column, "data.curriculum_key", "difficulty", self.files_key)
         column_values = list(self.rows.column(column))
-        values = np.empty(len(self), dtype=np.float64)
-        for position, number in enumerate(map(int, self.kept)):
-            try:
-                values[position] = float(column_values[number])
-            except (TypeError, ValueError):
-                values[position] = np.nan
-            if np.isnan(values[position]):
-                raise DataError(
-                    f"data.curriculum_key={column}: {self.rows.origin(number)} has {column_values[number]!r}; "
-                    "a difficulty must be a number."
-                )
+        values = np.array([as_number(column_values[number]) for number in self.kept], dtype=np.float64)
+        for number in self.kept[np.isnan(values)].tolist():
+            raise DataError(
+                f"data.curriculum_key={column}: {self.rows.origin(number)} has {column_values[number]!r}; "
+                "a difficulty must be a number."
+            )
         return values
 
     def data_sources(self) -> list[str]:
         """Every `data_source` among the usable rows, sorted; "" if a row has none."""
         sources = list(self.rows.column("data_source"))
-        return sorted(
-            {"" if sources[number] is None else str(sources[number]) for number in map(int, self.kept)}
-        )
+        kept = (sources[number] for number in self.kept.tolist())
+        return sorted({"" if source is None else str(source) for source in kept})
 
 
 def collate_prompts(items: Sequence[Mapping[str, Any]], uids: Sequence[str]) -> DataProto:
@@ -297,11 +272,20 @@ def prompt_lengths(
     run."""
     tools = [tools_of(rows[number]) for number in chosen.tolist()] if tools_of else None
     file = _cache_file(rows, chosen, prompt_key, chat, cache_dir, tools)
-    lengths = _load_lengths(file, len(chosen)) if file is not None else None
-    if lengths is None:
-        lengths = measure_lengths(rows, chosen, prompt_key, chat, tools)
-        if file is not None:
-            _store_lengths(file, lengths)
+    if file is None:
+        return measure_lengths(rows, chosen, prompt_key, chat, tools)
+    with suppress(OSError, ValueError, EOFError, zipfile.BadZipFile):
+        cached = np.load(file, allow_pickle=False)
+        array = isinstance(cached, np.ndarray)  # an archive is not
+        if array and cached.shape == chosen.shape and np.issubdtype(cached.dtype, np.integer):
+            return cached
+    lengths = measure_lengths(rows, chosen, prompt_key, chat, tools)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(file) as draft, open(draft, "wb") as lines:
+            np.save(lines, lengths, allow_pickle=False)
+    except OSError as error:
+        logger.warning("prompt lengths are not cached, %s cannot be written: %s", file, error)
     return lengths
 
 
@@ -355,22 +339,3 @@ def _tools_digest(tools: Sequence[Tools]) -> str:
             texts[id(shown)] = hashlib.sha256(text.encode()).digest()
         digest.update(texts[id(shown)])
     return digest.hexdigest()
-
-
-def _load_lengths(file: Path, count: int) -> np.ndarray | None:
-    try:
-        lengths = np.load(file, allow_pickle=False)
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile):
-        return None
-    array = isinstance(lengths, np.ndarray)  # an archive is not
-    usable = array and lengths.shape == (count,) and np.issubdtype(lengths.dtype, np.integer)
-    return lengths if usable else None
-
-
-def _store_lengths(file: Path, lengths: np.ndarray) -> None:
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(file) as draft, open(draft, "wb") as lines:
-            np.save(lines, lengths, allow_pickle=False)
-    except OSError as error:
-        logger.warning("prompt lengths are not cached, %s cannot be written: %s", file, error)

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from verl.data.assemble import pad_right
-from verl.data.chat import ChatFormat, read_template, truncate
+from verl.data.assemble import pad_rows
 from verl.data.columns import require_column
 from verl.data.conversations import Answer, encode_answers, sft_answers
-from verl.data.files import Files, Rows, read_rows
-from verl.data.loader import EpochOrder, Loader
+from verl.data.dataset import EncodedRows, encoded_loader
+from verl.data.files import Files, Rows
+from verl.data.loader import Loader
 from verl.data.proto import DataProto
-from verl.data.rl_dataset import choose_rows
+from verl.data.tokenizer import truncate
 from verl.errors import DataError
 
 if TYPE_CHECKING:
@@ -48,9 +48,9 @@ Encoded = tuple[np.ndarray, np.ndarray]
 def pad_encoded(rows: Sequence[Encoded], pad_id: int) -> dict[str, torch.Tensor]:
     """`input_ids`, `attention_mask`, `response_mask`, all [B, L], padded on the right."""
     return {
-        "input_ids": pad_right([ids for ids, _ in rows], pad_id, torch.long),
-        "attention_mask": pad_right([np.ones(len(ids), dtype=np.int64) for ids, _ in rows], 0, torch.long),
-        "response_mask": pad_right([mask for _, mask in rows], 0, torch.long),
+        "input_ids": pad_rows([ids for ids, _ in rows], pad_id, torch.long),
+        "attention_mask": pad_rows([np.ones(len(ids), dtype=np.int64) for ids, _ in rows], 0, torch.long),
+        "response_mask": pad_rows([mask for _, mask in rows], 0, torch.long),
     }
 
 
@@ -67,7 +67,7 @@ def sft_collate(items: Sequence[SFTItem], pad_id: int) -> DataProto:
     return DataProto.from_dict(tensors=tensors, non_tensors={"index": [item.index for item in items]})
 
 
-class SFTDataset:
+class SFTDataset(EncodedRows[SFTItem]):
     """The rows of the data section's files: prompt and response columns, or conversations."""
 
     def __init__(
@@ -78,18 +78,13 @@ class SFTDataset:
         *,
         training: bool = True,
     ) -> None:
-        if config.chat_template:
-            tokenizer.chat_template = read_template(config.chat_template)
+        super().__init__(config, files, tokenizer, training)
         self.config = config
-        self.tokenizer = tokenizer
-        self.files_key = "data.train_files" if training else "data.val_files"
-        self._chat = ChatFormat.of(tokenizer, config)
-        split = "train" if training else "test"
-        self.rows = files if isinstance(files, Rows) else read_rows(files, key=self.files_key, split=split)
+        self._keys = {
+            name: getattr(config, f"{name}_key") for name in ("messages", "prompt", "response", "tools")
+        }
         self._conversations = self._find_columns()
-        limit = config.train_max_samples if training else config.val_max_samples
-        chosen = choose_rows(len(self.rows), limit, config.shuffle, config.seed)
-        self.items = self._encode_all(chosen)
+        self.items = self._encode_all(self._chosen)
 
     def _find_columns(self) -> bool:
         """Whether the rows are conversations; refuses rows that are neither these nor prompt and response."""
@@ -186,23 +181,10 @@ class SFTDataset:
             logger.warning("%d rows are dropped: nothing of their response remained", nothing_left)
 
     def _answers(self, row: Mapping[str, Any], where: str) -> list[Answer]:
-        config = self.config
-        key = config.messages_key if self._conversations else None
         try:
-            return sft_answers(
-                self._chat, row, where, key, config.prompt_key, config.response_key, config.tools_key
-            )
+            return sft_answers(self._chat, row, where, self._keys, conversation=self._conversations)
         except DataError as error:
             raise DataError(f"{self.files_key}: {error}") from error
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    def __getitem__(self, position: int) -> SFTItem:
-        return self.items[position]
-
-    def row_number(self, position: int) -> int:
-        return self.items[position].index
 
     def batch(self, positions: Sequence[int], uids: Sequence[str]) -> DataProto:
         batch = sft_collate([self.items[position] for position in positions], self.tokenizer.pad_token_id)
@@ -216,16 +198,7 @@ def sft_loader(
     training: bool = True,
     fit: Callable[[int], None] | None = None,
 ) -> Loader | None:
-    """The loader of the data section's training or validation rows; None without val_files.
-
-    `fit` is called with the rows per epoch before the size of a batch is read from `config`."""
-    files = config.train_files if training else config.val_files
-    if not files and not training:
-        return None
-    dataset = SFTDataset(config, files, tokenizer, training=training)
-    order = EpochOrder(len(dataset), seed=config.seed, shuffle=config.shuffle and training)
-    if fit is not None:
-        fit(len(order))
-    size = config.train_batch_size if training else min(config.train_batch_size, len(order))
-    workers = config.dataloader_num_workers
-    return Loader(dataset, size, order=order, drop_last=False, num_workers=workers)
+    """The loader of the data section's training or validation rows (`encoded_loader`)."""
+    return encoded_loader(
+        config, lambda files: SFTDataset(config, files, tokenizer, training=training), training, fit
+    )

@@ -94,7 +94,7 @@ def _model_section(cfg: Any) -> Any:
 
 @cache
 def _tokenizer(*arguments: str) -> Any:
-    from verl.data.chat import load_tokenizer
+    from verl.data.tokenizer import load_tokenizer
     from verl.runtime import quiet_transformers
 
     quiet_transformers()

@@ -13,10 +13,10 @@ from verl.agents.conversation import Conversation, prompt_messages
 from verl.config.batch_math import batch_plan
 from verl.config.batch_math import render as render_batches
 from verl.config.model_path import vocabulary_size
-from verl.data.chat import load_tokenizer, warn_of_vocabulary
 from verl.data.files import Rows
 from verl.data.proto import DataProto
 from verl.data.rl_dataset import training_loader, validation_loader
+from verl.data.tokenizer import load_tokenizer, warn_of_vocabulary
 from verl.observe.diagnoses.crashes import likely_fix
 from verl.observe.live import live as live_table
 from verl.observe.run_folder import RunFolder

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.agents.conversation import Conversation
-from verl.checkpoint.files import sync_folder
+from verl.checkpoint.files import sync_file
 from verl.config.capabilities import engine_spec
 from verl.config.keys import to_dict
 from verl.config.machine import machine_errors
@@ -27,9 +27,10 @@ from verl.config.masking import mask_values
 from verl.config.model_path import folder_problem
 from verl.config.parallelism import engines
 from verl.config.schema import DataConfig
-from verl.data.chat import load_tokenizer
-from verl.data.files import absent, read_rows
+from verl.data.file_search import absent
+from verl.data.files import read_rows
 from verl.data.rl_dataset import RLDataset
+from verl.data.tokenizer import load_tokenizer
 from verl.errors import ConfigError, DataError, RolloutError, missing_package
 from verl.observe.console import counting
 from verl.observe.jsonl import parse_row
@@ -352,7 +353,7 @@ class Journal:
     def remove(self) -> None:
         """Delete the journal: the output is complete."""
         self.path.unlink()
-        sync_folder(self.path.parent)
+        sync_file(self.path.parent)
 
     def close(self) -> None:
         os.fsync(self._file.fileno())

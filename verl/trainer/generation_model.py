@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verl.checkpoint.hf_folder import ADAPTER_FOLDER, HF_FOLDER
 from verl.checkpoint.megatron.reader import holds_megatron
 from verl.checkpoint.steps import list_steps, problems, step_of
+from verl.checkpoint.weights import ADAPTER_FOLDER, HF_FOLDER
 from verl.errors import ModelError
 from verl.json_input import read_json
 

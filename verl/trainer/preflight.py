@@ -25,7 +25,7 @@ from verl.config.schema import (
     SFTModelConfig,
 )
 from verl.config.teacher_checks import teacher_model_errors
-from verl.data.files import absent
+from verl.data.file_search import absent
 from verl.errors import ConfigError, ModelError
 
 logger = logging.getLogger(__name__)

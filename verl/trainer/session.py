@@ -26,11 +26,12 @@ from verl.config.machine import on_cpu
 from verl.config.parallelism import world_size
 from verl.config.roles import ACTOR
 from verl.data.assemble import assemble_rollouts
-from verl.data.chat import ChatFormat, load_tokenizer
+from verl.data.chat import ChatFormat
 from verl.data.conversations import answer_ids
 from verl.data.files import Rows
 from verl.data.proto import DataProto
 from verl.data.rl_dataset import RLDataset
+from verl.data.tokenizer import load_tokenizer
 from verl.errors import CheckpointError, ConfigError, DataError, VerlError
 from verl.models.external_model import avoid_slow_bf16, given_keys, unwrapped
 from verl.observe.metrics import average_metrics

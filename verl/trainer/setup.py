@@ -14,7 +14,7 @@ from verl.config.checks import check
 from verl.config.load import recorded
 from verl.config.recipes import COMMANDS
 from verl.config.sources import leaves
-from verl.data.chat import generation_stop_ids
+from verl.data.tokenizer import generation_stop_ids
 from verl.errors import CheckpointError, ConfigError
 from verl.observe.jsonl import jsonable
 from verl.observe.live import live as live_table

@@ -12,8 +12,8 @@ from verl.config.checks import unavailable
 from verl.config.load import from_dict
 from verl.config.schema import PPOConfig
 from verl.config.unused_keys import unused_keys
-from verl.data.chat import load_tokenizer
 from verl.data.proto import DataProto, object_column
+from verl.data.tokenizer import load_tokenizer
 from verl.errors import ConfigError, RewardError
 from verl.rollout import build_rollout
 from verl.rollout.sampler import Sampler

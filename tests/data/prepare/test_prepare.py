@@ -13,14 +13,18 @@ import pytest
 
 from verl.data.files import read_rows
 from verl.data.prepare import cli
-from verl.data.prepare.base import Recipe, prepare
-from verl.data.prepare.code import convert as code
-from verl.data.prepare.countdown import convert as countdown
-from verl.data.prepare.gsm8k import convert as gsm8k
-from verl.data.prepare.math import convert as math
-from verl.data.prepare.math import last_boxed
-from verl.data.prepare.preference import convert as preference
-from verl.data.prepare.sft_chat import convert as sft_chat
+from verl.data.prepare.cli import prepare
+from verl.data.prepare.recipes import (
+    RECIPES,
+    Recipe,
+    code,
+    countdown,
+    gsm8k,
+    last_boxed,
+    math,
+    preference,
+    sft_chat,
+)
 from verl.data.reward_columns import truth_of
 from verl.data.write import write_rows
 from verl.errors import ConfigError, DataError
@@ -279,10 +283,10 @@ def test_generated_problems_replace_nothing_untold(tmp_path: Path) -> None:
 
 def test_nan_is_no_value(tmp_path: Path) -> None:
     source = jsonl(tmp_path / "a.jsonl", {"problem": "p", "answer": float("nan"), "solution": r"\boxed{4}"})
-    (written,) = prepare(cli.get_recipe("math"), [source], tmp_path / "out")
+    (written,) = prepare(RECIPES["math"], [source], tmp_path / "out")
     assert truth_of(written.example) == "4"
     source = jsonl(tmp_path / "b.jsonl", {"instruction": "i", "input": float("nan"), "output": "o"})
-    (written,) = prepare(cli.get_recipe("sft_chat"), [source], tmp_path / "chat")
+    (written,) = prepare(RECIPES["sft_chat"], [source], tmp_path / "chat")
     assert "nan" not in json.dumps(written.example)
 
 
@@ -359,7 +363,6 @@ def test_arguments_that_cannot_work(arguments: tuple[str, ...], message: str) ->
 
 def test_hub_splits_are_asked_for_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from verl.data.files import Rows
-    from verl.data.prepare import base
 
     asked = []
 
@@ -367,18 +370,18 @@ def test_hub_splits_are_asked_for_by_name(monkeypatch: pytest.MonkeyPatch, tmp_p
         asked.extend(entries)
         return Rows.from_list([{"question": "q", "answer": "#### 1"}], entries[0])
 
-    monkeypatch.setattr(base, "read_rows", read)
+    monkeypatch.setattr(cli, "read_rows", read)
     recipe = Recipe("gsm8k", "", gsm8k, hub_id="o/n:main")
     assert [part.path.name for part in prepare(recipe, [], tmp_path)] == ["train.parquet", "test.parquet"]
     prepare(recipe, ["o/n:test"], tmp_path / "test")
     assert asked == ["o/n:main:train", "o/n:main:test", "o/n:test"]
 
 
-@pytest.mark.parametrize("name", cli.RECIPES)
+@pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_has_its_example_script(name: str, tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[3]
     file = root / "examples" / "data_preprocess" / f"{name}.py"
-    assert f'script("{name}", __doc__)' in file.read_text()
+    assert f'main(["prepare", "{name}", *sys.argv[1:]])' in file.read_text()
     assert f"examples/data_preprocess/{name}.py --local_dir" in file.read_text()
 
 

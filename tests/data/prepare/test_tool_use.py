@@ -10,8 +10,9 @@ import pytest
 
 from verl.config.schema import SFTDataConfig
 from verl.data.files import read_rows
-from verl.data.prepare.base import prepare
-from verl.data.prepare.tool_use import RECIPE, convert
+from verl.data.prepare.cli import prepare
+from verl.data.prepare.recipes import RECIPES
+from verl.data.prepare.tool_use import tool_use as convert
 from verl.data.reward_columns import truth_of
 from verl.data.sft_dataset import SFTDataset
 from verl.errors import DataError
@@ -193,7 +194,7 @@ def test_the_files_are_read_by_fine_tuning(tmp_path: Path, tiny_tokenizer: Any) 
         "tools": [other],
     }
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (OPENAI, second)))
-    (written,) = prepare(RECIPE, [str(tmp_path / "train.jsonl")], tmp_path / "out")
+    (written,) = prepare(RECIPES["tool_use"], [str(tmp_path / "train.jsonl")], tmp_path / "out")
     rows = read_rows(written.path)
     assert len(rows) == 2 and json.loads(truth_of(rows[1])) == [{"name": "time", "arguments": {"zone": 1}}]
     dataset = SFTDataset(SFTDataConfig(max_length=1024), rows, tiny_tokenizer)

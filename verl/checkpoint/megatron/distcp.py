@@ -12,7 +12,7 @@ import math
 import os
 import pickle
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,7 +121,7 @@ class DistTensors:
             if path.stat().st_size > _LARGEST_METADATA:
                 raise ValueError("larger than any such file is")
             with open(path, "rb") as file:
-                self._tensors = _tensors(folder, _InertUnpickler(file).load())
+                self.tensors = _tensors(folder, _InertUnpickler(file).load())
         except CheckpointError as error:
             raise CheckpointError(f"{path} is refused: {error}") from None
         except FileNotFoundError:
@@ -129,19 +129,9 @@ class DistTensors:
         except Exception as error:  # whatever a damaged or hostile pickle does to the unpickler
             raise CheckpointError(f"{path} cannot be read: {error!r}") from None
 
-    @property
-    def names(self) -> Collection[str]:
-        return self._tensors
-
-    def size(self, name: str) -> tuple[int, ...]:
-        return self._tensors[name].size
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._tensors[name].dtype
-
     def read(self, name: str, region: Region | None = None) -> torch.Tensor:
         """A box of the tensor, from whichever chunks it lies in."""
-        tensor = self._tensors[name]
+        tensor = self.tensors[name]
         region = region if region is not None else tuple((0, n) for n in tensor.size)
         result = torch.empty([end - first for first, end in region], dtype=tensor.dtype)
         filled = 0

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from verl.checkpoint.hf_folder import HF_FOLDER, CheckpointReader
 from verl.checkpoint.megatron.distcp import METADATA, DistTensors, Region
+from verl.checkpoint.weights import HF_FOLDER, CheckpointReader
 from verl.errors import CheckpointError
 from verl.models.loading import DTYPES
 
@@ -115,16 +115,16 @@ class MegatronReader(CheckpointReader):
         self._heads = _head_counts(config)
         self._layers = int(config.num_hidden_layers)
         self._tensors = tensors
-        self._by_name = {_strip_wrappers(key): key for key in tensors.names if not _NOT_WEIGHTS.search(key)}
+        self._by_name = {_strip_wrappers(key): key for key in tensors.tensors if not _NOT_WEIGHTS.search(key)}
         for key in self._by_name.values():
-            if tensors.dtype(key) not in DTYPES.values():
+            if tensors.tensors[key].dtype not in DTYPES.values():
                 raise CheckpointError(
-                    f"{key!r} is {tensors.dtype(key)}; only weights of {', '.join(DTYPES)} can be read"
+                    f"{key!r} is {tensors.tensors[key].dtype}; only weights of {', '.join(DTYPES)} can be read"
                 )
         found = {name: self._origin(name, tuple(w.shape)) for name, w in model.state_dict().items()}
         self._origins = {name: origin for name, origin in found.items() if origin is not None}
         self.weights = {
-            name: torch.empty(origin.shape, dtype=tensors.dtype(origin.key), device="meta")
+            name: torch.empty(origin.shape, dtype=tensors.tensors[origin.key].dtype, device="meta")
             for name, origin in self._origins.items()
         }
         used = {origin.key for origin in self._origins.values()}
@@ -152,9 +152,9 @@ class MegatronReader(CheckpointReader):
         stacked = self._by_name.get(_LAYERS + name)
         if stacked is None:
             return None
-        if self._tensors.size(stacked)[0] != self._layers:
+        if self._tensors.tensors[stacked].size[0] != self._layers:
             raise CheckpointError(
-                f"{stacked!r} holds {self._tensors.size(stacked)[0]} layers, config.json says {self._layers}"
+                f"{stacked!r} holds {self._tensors.tensors[stacked].size[0]} layers, config.json says {self._layers}"
             )
         return stacked, ((layer, layer + 1),)
 
@@ -166,7 +166,7 @@ class MegatronReader(CheckpointReader):
             if found is None:
                 continue
             key, layers = found
-            present, *rest = self._tensors.size(key)[len(layers) :]
+            present, *rest = self._tensors.tensors[key].size[len(layers) :]
             if present != rows.total if rows.total is not None else present < shape[0]:
                 raise CheckpointError(
                     f"{key!r} has {present} rows; with this config.json {name!r} needs {rows.total or shape[0]}"

@@ -1,1 +1,1 @@
-"""Known datasets, from their own columns to the rows verl trains on: one small file each."""
+"""Known datasets, from their own columns to the rows verl trains on."""

@@ -12,29 +12,17 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from verl.data.messages import read_messages, read_turns
-from verl.data.prepare.base import Recipe, Row
+from verl.data.messages import SPEAKERS, read_messages, read_turns
+from verl.data.prepare.recipes import Row, Source, recipe, until_answer
+from verl.data.tasks.base import rl_row
 from verl.data.tool_messages import Messages, as_tools, stored_calls, tools_text
 from verl.errors import DataError
 from verl.json_input import parse_json
 
-_ROLES = {
-    "system": "system",
-    **dict.fromkeys(("user", "human"), "user"),
-    **dict.fromkeys(("assistant", "gpt", "model", "function_call", "tool_call"), "assistant"),
-    **dict.fromkeys(("tool", "function", "observation", "function_response", "tool_response"), "tool"),
-}
 _CALL_ROLES = ("function_call", "tool_call")
-_TYPES = {
-    "str": "string",
-    "int": "integer",
-    "float": "number",
-    "bool": "boolean",
-    "list": "array",
-    "tuple": "array",
-    "set": "array",
-    "dict": "object",
-}
+_ROLES = {**SPEAKERS, **dict.fromkeys(_CALL_ROLES, "assistant")}
+_TYPES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "dict": "object"}
+_TYPES |= dict.fromkeys(("list", "tuple", "set"), "array")
 # Each takes time linear in the text: no white space that two parts of a pattern could share.
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _RESPONSE = re.compile(r"<tool_response>(.*?)</tool_response>", re.DOTALL)
@@ -111,11 +99,9 @@ def _dialogue(text: str) -> Messages:
 
 def conversation(row: Mapping[str, Any]) -> Messages:
     """The messages of a row, whichever form it has."""
-    turns: Any = next(
-        (row[name] for name in ("messages", "conversations", "conversation") if row.get(name) is not None),
-        None,
-    )
-    turns = read_turns(turns, "the row")
+    columns = ("messages", "conversations", "conversation")
+    given = next((row[name] for name in columns if row.get(name) is not None), None)
+    turns: Any = read_turns(given, "the row")
     if turns is None and isinstance(row.get("chat"), str):
         turns = _dialogue(row["chat"])
     if turns is None and row.get("query") is not None and row.get("answers") is not None:
@@ -142,11 +128,8 @@ def _schema(tool: dict[str, Any]) -> dict[str, Any]:
     given = function.get("parameters") or {}
     bare = not {"type", "properties"} & given.keys() or isinstance(given.get("type"), Mapping)
     if given and bare and all(isinstance(each, Mapping) for each in given.values()):
-        required = [
-            name
-            for name, each in given.items()
-            if "default" not in each and "optional" not in str(each.get("type"))
-        ]
+        optional = {n for n, p in given.items() if "default" in p or "optional" in str(p.get("type"))}
+        required = [name for name in given if name not in optional]
         properties = {name: {**each, "type": _type(each.get("type"))} for name, each in given.items()}
         given = {"type": "object", "properties": properties, "required": required}
     elif not given:
@@ -166,11 +149,8 @@ def tools_of(row: Mapping[str, Any], system: str) -> list[dict[str, Any]]:
     given = row.get("tools") if row.get("tools") is not None else row.get("functions")
     shown = _SHOWN.search(system)
     if not given and shown:
-        given = [
-            tool
-            for value in json_values(shown[1])
-            for tool in (value if isinstance(value, list) else [value])
-        ]
+        values = list(json_values(shown[1]))
+        given = [tool for value in values for tool in (value if isinstance(value, list) else [value])]
     elif not given and row.get("chat") is not None and "{" in system:
         given = list(json_values(system[system.index("{") :]))
     return [_schema(tool) for tool in as_tools(given, "the row", "tools")]
@@ -179,20 +159,15 @@ def tools_of(row: Mapping[str, Any], system: str) -> list[dict[str, Any]]:
 # -- rows
 
 
-def _plain(call: Mapping[str, Any]) -> dict[str, Any]:
-    return {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}
-
-
 def _described(question: Messages, tools: Sequence[Mapping[str, Any]]) -> Messages:
     """The tools and how to call one in the system message."""
-    if not tools:
-        return question
     before = question[0]["content"] if question[0]["role"] == "system" else ""
     text = "\n\n".join(filter(None, [before, tools_text(tools)]))
     return [{"role": "system", "content": text}, *(question[1:] if before else question)]
 
 
-def convert(row: Mapping[str, Any], index: int, split: str) -> Row | None:
+@recipe("conversations with tool calls (OpenAI, ShareGPT, Hermes, Glaive, xLAM), for fine-tuning and rewards")
+def tool_use(row: Source, index: int, split: str) -> Row | None:
     messages = conversation(row)
     system = str(row.get("system") or "")
     if messages[0]["role"] == "system":
@@ -201,32 +176,22 @@ def convert(row: Mapping[str, Any], index: int, split: str) -> Row | None:
     # A system message that shows the tools is left out: the chat template, or `prompt`, shows them.
     if system and not (tools and (_SHOWN.search(system) or row.get("chat") is not None)):
         messages = [{"role": "system", "content": system}, *messages]
-    while messages and messages[-1]["role"] != "assistant":
-        messages = messages[:-1]  # nothing answers what comes last
+    messages = until_answer(messages)
     answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    calling = [number for number in answers if messages[number].get("tool_calls")]
     if not tools or not answers:
         return None
-    first = (calling or answers)[0]
+    first = next((number for number in answers if messages[number].get("tool_calls")), answers[0])
     question = messages[:first]
     if not question or question[-1]["role"] not in ("user", "tool"):
         return None
-    truth = [_plain(call) for call in messages[first].get("tool_calls", [])]
+    functions = [call["function"] for call in messages[first].get("tool_calls", [])]
+    truth = [{name: function[name] for name in ("name", "arguments")} for function in functions]
+    extra = {"split": split, "index": index, "answer": messages[-1]["content"]}
     return {
-        "data_source": "tool_use",
+        **rl_row("tool_use", "", json.dumps(truth), "tools", extra),
         "prompt": _described(question, tools),
         "question": question,
         "messages": stored_calls(messages),
         "tools": json.dumps(tools),
-        "ability": "tools",
-        "reward_model": {"style": "rule", "ground_truth": json.dumps(truth)},
-        "extra_info": {"split": split, "index": index, "answer": messages[-1]["content"]},
         **{name: row[name] for name in _ROUTING if row.get(name) is not None},
     }
-
-
-RECIPE = Recipe(
-    "tool_use",
-    "conversations with tool calls (OpenAI, ShareGPT, Hermes, Glaive, xLAM), for fine-tuning and rewards",
-    convert,
-)

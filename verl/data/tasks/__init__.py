@@ -10,10 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 from verl.data.tasks.base import Problem, Task
+from verl.data.tasks.countdown import Countdown
+from verl.data.tasks.gym import GymTask
+from verl.data.tasks.word_problems import WordProblems
 from verl.errors import DataError
 
-_BUILT_IN = ("countdown", "word_problems")
-_tasks: dict[str, Task] = {}
+_tasks: dict[str, Task] = {task.name: task for task in (Countdown(), WordProblems())}
 
 
 def register_task(task: Task) -> Task:
@@ -23,33 +25,19 @@ def register_task(task: Task) -> Task:
 
 
 def known_tasks() -> list[str]:
-    return sorted({*_BUILT_IN, *_tasks})
+    return sorted(name for name in _tasks if not name.startswith("gym/"))
 
 
 def get_task(name: str) -> Task:
     """A task by name or data source: `countdown`, `tasks/countdown`, `gym/<dataset of reasoning-gym>`."""
     short = name.removeprefix("tasks/")
+    if short not in _tasks and short.startswith("gym/"):
+        _tasks[short] = GymTask(short.removeprefix("gym/"))
     if short not in _tasks:
-        _tasks[short] = _build(short)
+        raise DataError(
+            f"unknown task {short!r}; known: {', '.join(known_tasks())}, gym/<dataset of reasoning-gym>"
+        )
     return _tasks[short]
-
-
-def _build(name: str) -> Task:
-    if name.startswith("gym/"):
-        from verl.data.tasks.gym import GymTask
-
-        return GymTask(name.removeprefix("gym/"))
-    if name == "countdown":
-        from verl.data.tasks.countdown import Countdown
-
-        return Countdown()
-    if name == "word_problems":
-        from verl.data.tasks.word_problems import WordProblems
-
-        return WordProblems()
-    raise DataError(
-        f"unknown task {name!r}; known: {', '.join(known_tasks())}, gym/<dataset of reasoning-gym>"
-    )
 
 
 def compute_score(

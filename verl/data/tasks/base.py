@@ -96,25 +96,28 @@ class Task(ABC):
         ]
 
     def row(self, problem: Problem, index: int, difficulty: int, split: Split) -> dict[str, Any]:
-        return {
-            "data_source": self.data_source,
-            "prompt": [{"role": "user", "content": problem.question}],
-            "ability": self.ability,
-            "reward_model": {"style": "rule", "ground_truth": problem.truth},
-            "extra_info": {
-                "index": index,
-                "split": split,
-                "difficulty": difficulty,
-                "reference": f"{MARK} {problem.answer}",
-                **problem.extra,
-            },
-        }
+        extra: dict[str, Any] = {"index": index, "split": split, "difficulty": difficulty}
+        extra |= {"reference": f"{MARK} {problem.answer}", **problem.extra}
+        return rl_row(self.data_source, problem.question, problem.truth, self.ability, extra)
 
 
-def split_of(key: str, test_share: float = _TEST_SHARE) -> Split:
+def rl_row(
+    data_source: str, question: str, truth: Any, ability: str, extra_info: dict[str, Any]
+) -> dict[str, Any]:
+    """A row for reinforcement learning in the usual columns."""
+    return {
+        "data_source": data_source,
+        "prompt": [{"role": "user", "content": question}],
+        "ability": ability,
+        "reward_model": {"style": "rule", "ground_truth": truth},
+        "extra_info": extra_info,
+    }
+
+
+def split_of(key: str) -> Split:
     """The split of a problem."""
     digest = hashlib.sha256(key.encode()).digest()
-    return "test" if int.from_bytes(digest[:8], "big") < test_share * 2**64 else "train"
+    return "test" if int.from_bytes(digest[:8], "big") < _TEST_SHARE * 2**64 else "train"
 
 
 def final_answer(response: str) -> str | None:
@@ -132,6 +135,3 @@ def parse_integer(text: str) -> int | None:
     if not re.fullmatch(r"[+-]? ?(\d{1,3}(,\d{3})+|\d{1,100})", plain):
         return None
     return int(plain.replace(",", "").replace(" ", ""))
-
-
-ANSWER_LINE = f"End with a line that holds {MARK} and the answer."

@@ -7,13 +7,14 @@ There are many right answers, so the verifier computes the expression it is give
 from __future__ import annotations
 
 import ast
+import operator
 import random
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, ClassVar
 
-from verl.data.tasks.base import ANSWER_LINE, Problem, Task
+from verl.data.tasks.base import Problem, Task
 
 # level -> (numbers given, numbers used, largest number)
 _LEVELS: dict[int, tuple[int, int, int]] = {
@@ -24,6 +25,12 @@ _LEVELS: dict[int, tuple[int, int, int]] = {
     5: (6, 5, 99),
 }
 _LONGEST = 400
+_OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
 
 
 class Countdown(Task):
@@ -34,13 +41,8 @@ class Countdown(Task):
         given, used, largest = _LEVELS[difficulty]
         numbers = [rng.randint(1, largest) for _ in range(given)]
         target, answer = _walk(rng, rng.sample(numbers, used))
-        listed = ", ".join(map(str, numbers))
-        question = (
-            f"Use the numbers {listed}, each at most once, with + - * / and parentheses, to make {target}. "
-            f"{ANSWER_LINE}"
-        )
         key = f"{sorted(numbers)} -> {target}"
-        return Problem(question, {"numbers": numbers, "target": target}, answer, key)
+        return Problem(question_of(numbers, target), {"numbers": numbers, "target": target}, answer, key)
 
     def verify(self, answer: str, truth: Any) -> bool:
         if not isinstance(truth, Mapping):
@@ -54,26 +56,28 @@ class Countdown(Task):
         return value == int(truth["target"]) and not Counter(used) - given
 
 
+def question_of(numbers: Sequence[int], target: int) -> str:
+    listed = ", ".join(map(str, numbers))
+    return (
+        f"Use the numbers {listed}, each at most once, with + - * / and parentheses, to make {target}. "
+        "End with a line that holds #### and the answer."
+    )
+
+
 def _walk(rng: random.Random, numbers: list[int]) -> tuple[int, str]:
     """Join numbers from left to right by operators that keep the value a positive integer."""
     value, text = numbers[0], str(numbers[0])
     for position, number in enumerate(numbers[1:]):
-        choices = ["+"]
+        results = {"+": value + number}
         if value > number:
-            choices.append("-")
+            results["-"] = value - number
         if value * number <= 1000:
-            choices.append("*")
+            results["*"] = value * number
         if value % number == 0 and number > 1:
-            choices.append("/")
-        operator = rng.choice(choices)
-        left = f"({text})" if position and operator in "*/" else text
-        text = f"{left} {operator} {number}"
-        value = {
-            "+": value + number,
-            "-": value - number,
-            "*": value * number,
-            "/": value // number,
-        }[operator]
+            results["/"] = value // number
+        sign = rng.choice(list(results))
+        left = f"({text})" if position and sign in "*/" else text
+        value, text = results[sign], f"{left} {sign} {number}"
     return value, text
 
 
@@ -94,14 +98,9 @@ def _value(node: ast.AST, numbers: list[int]) -> Fraction:
     if isinstance(node, ast.Constant) and type(node.value) is int:
         numbers.append(node.value)
         return Fraction(node.value)
-    if isinstance(node, ast.BinOp):
+    operation = _OPERATIONS.get(type(node.op)) if isinstance(node, ast.BinOp) else None
+    if isinstance(node, ast.BinOp) and operation:
         left, right = _value(node.left, numbers), _value(node.right, numbers)
-        if isinstance(node.op, ast.Add):
-            return left + right
-        if isinstance(node.op, ast.Sub):
-            return left - right
-        if isinstance(node.op, ast.Mult):
-            return left * right
-        if isinstance(node.op, ast.Div) and right:
-            return left / right
+        if right or operation is not operator.truediv:
+            return operation(left, right)
     raise ValueError("only numbers, + - * / and parentheses are allowed, and no division by zero")
