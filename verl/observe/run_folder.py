@@ -3,7 +3,7 @@
     config.yaml              the resolved configuration
     metrics.jsonl            one line per step: {"step": N, name: number, ...}, with "findings" where there are any
     rollouts/{step}.jsonl    samples of training
-    rollouts/{step}.tokens   numbers of every token of them (`verl.observe.token_table`)
+    rollouts/{step}.parquet  numbers of every token of them (`verl.observe.token_table`)
     validation/{step}.jsonl  samples of validation
     profile/step_{N}_rank_{R}.json.gz   traces of torch's profiler
     phases/{process}.jsonl   when phases of steps began and ended, by process
@@ -126,7 +126,7 @@ class RunFolder:
         return self._write_rows(self.rollout_dir / f"{step}.jsonl", rows)
 
     def tokens_file(self, step: int) -> Path:
-        return self.rollout_dir / f"{step}.tokens"
+        return self.rollout_dir / f"{step}.parquet"
 
     def in_background(self, *writes: Callable[[], None]) -> None:
         """Call `writes`, which write samples, in a thread, after those before them are done. A failure is a warning."""
@@ -329,9 +329,10 @@ def _length_up_to(file: Path, step: int) -> int:
 
 
 def _sample_files(folder: Path) -> list[Path]:
-    """With those of their tokens."""
-    found = [*folder.glob("*.jsonl"), *folder.glob("*.tokens")]
-    return [file for file in found if file.stem.isdecimal() and not file.is_dir()]
+    """With those of their tokens, of earlier versions (`.tokens`) too."""
+    suffixes = (".jsonl", ".parquet", ".tokens")
+    files = (file for file in folder.glob("*") if file.suffix in suffixes and file.stem.isdecimal())
+    return [file for file in files if not file.is_dir()]
 
 
 def profile_files(folder: Path) -> list[tuple[int, int, Path]]:
