@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from verl.data.tasks.word_problems import PLANS, Plan
 from verl.observe.console import StepConsole, shared_console, sparkline
 from verl.observe.jsonl import read_jsonl
-from verl.observe.trackers import register_tracker
+from verl.observe.trackers import Tracker, register_tracker
 
 if TYPE_CHECKING:
     from verl.observe.run_folder import RunFolder
@@ -98,7 +98,7 @@ def examples(before: Sequence[Answer], after: Sequence[Answer]) -> list[tuple[An
     return chosen
 
 
-class DemoTracker:
+class DemoTracker(Tracker):
     """Every step with a curve in the live display; in piped output lines for the first, the last and about twelve steps
     between, and the curve of rewards at the end."""
 
@@ -115,9 +115,6 @@ class DemoTracker:
         self.rewards += [metrics["reward/mean"]] if "reward/mean" in metrics else []
         if self.watched or step in (0, 1, self.total) or step % self.every == 0:
             self.console.log(step, metrics)
-
-    def log_samples(self, step: int, rows: list[Mapping[str, Any]]) -> None:
-        return None
 
     def close(self) -> None:
         self.console.close()

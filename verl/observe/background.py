@@ -47,8 +47,8 @@ class Background:
         self._thread.start()
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        numbers = _numbers(metrics)
-        self._put(lambda: self._service.log(step, numbers))
+        values = numbers(metrics)
+        self._put(lambda: self._service.log(step, values))
 
     def log_samples(self, step: int, rows: list[Any]) -> None:
         if rows:
@@ -100,7 +100,8 @@ def leave_given_up(code: int) -> None:
         os._exit(code)
 
 
-def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Those of the metrics that a float can hold."""
     found = {}
     for name, value in metrics.items():
         with suppress(OverflowError):  # an integer above what a float can hold

@@ -29,7 +29,9 @@ from prometheus_client.registry import Collector
 from verl import __version__, http_server
 from verl.errors import ConfigError
 from verl.json_input import read_json
+from verl.observe.background import numbers
 from verl.observe.live import METRICS, Snapshot, live
+from verl.observe.trackers import Tracker
 
 _FAMILIES: dict[str, type[Metric]] = {
     "gauge": GaugeMetricFamily,
@@ -105,12 +107,7 @@ class RunNumbers(Collector):
 
     def update(self, metrics: Mapping[str, Any]) -> None:
         """The metrics of the newest step."""
-        values = {}
-        for name, value in sorted(metrics.items()):
-            with contextlib.suppress(OverflowError):  # an integer above what a float can hold
-                if isinstance(value, (int, float)):
-                    values[name] = float(value)
-        self._newest = values
+        self._newest = dict(sorted(numbers(metrics).items()))
 
     def collect(self) -> Iterator[Metric]:
         snapshots = live.everything()  # asks other processes: outside of the lock
@@ -188,7 +185,7 @@ class _Handler(http_server.Handler, MetricsHandler):
             self.send_error(404, explain="metrics are at /metrics")
 
 
-class PrometheusTracker:
+class PrometheusTracker(Tracker):
     """A tracker that answers scrapes from its own threads. `folder`: where counts are kept for a resumed run."""
 
     def __init__(
@@ -216,9 +213,6 @@ class PrometheusTracker:
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._numbers.update(metrics)
-
-    def log_samples(self, step: int, rows: list[Any]) -> None:
-        return None
 
     def close(self) -> None:
         self.server.shutdown()

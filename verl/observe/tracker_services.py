@@ -5,6 +5,7 @@ Each is called from one thread (`verl/observe/background.py`) with numbers only;
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import time
@@ -79,10 +80,7 @@ class Wandb:
         run_folder: RunFolder,
         proxy: str | None,
     ) -> None:
-        try:
-            import wandb
-        except ImportError:
-            raise missing_package("wandb", "wandb", "trainer.logger=wandb") from None
+        wandb = _load("wandb")
         self._wandb = wandb
         settings = wandb.Settings(http_proxy=proxy, https_proxy=proxy) if proxy else None
         self._run = wandb.init(
@@ -140,10 +138,7 @@ class Mlflow:
     METRICS_PER_CALL = 1000
 
     def __init__(self, project: str, experiment: str, config: Mapping[str, Any]) -> None:
-        try:
-            import mlflow
-        except ImportError:
-            raise missing_package("mlflow", "mlflow", "trainer.logger=mlflow") from None
+        mlflow = _load("mlflow")
         self._entities = mlflow.entities
         self._client = mlflow.MlflowClient()
         found = self._client.get_experiment_by_name(project)
@@ -175,10 +170,7 @@ class Trackio:
     """trackio: in TRACKIO_DIR of this machine, or in the Space of TRACKIO_SPACE_ID."""
 
     def __init__(self, project: str, experiment: str, config: Mapping[str, Any]) -> None:
-        try:
-            import trackio
-        except ImportError:
-            raise missing_package("trackio", "trackio", "trainer.logger=trackio") from None
+        trackio = _load("trackio")
         self._trackio = trackio
         self._run = trackio.init(project=project, name=experiment, config=dict(config), embed=False)
 
@@ -202,10 +194,7 @@ class Swanlab:
     def __init__(
         self, project: str, experiment: str, config: Mapping[str, Any], run_folder: RunFolder
     ) -> None:
-        try:
-            import swanlab
-        except ImportError:
-            raise missing_package("swanlab", "swanlab", "trainer.logger=swanlab") from None
+        swanlab = _load("swanlab")
         self._swanlab = swanlab
         folder = run_folder.path / "swanlog"
         folder.mkdir(exist_ok=True)
@@ -231,6 +220,13 @@ class Swanlab:
 
     def close(self, failed: bool) -> None:
         self._run.finish(state="crashed" if failed else "success", error="the run failed" if failed else None)
+
+
+def _load(package: str) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        raise missing_package(package, package, f"trainer.logger={package}") from None
 
 
 def plain(value: Any) -> Any:

@@ -48,13 +48,16 @@ def registered_trackers() -> tuple[str, ...]:
 
 
 class Tracker(Protocol):
-    """Takes the metrics of a step and, where it can show them, samples of validation."""
+    """Takes the metrics of a step and, where it can show them, samples of validation. A subclass inherits that nothing
+    is done with samples and at the end."""
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None: ...
 
-    def log_samples(self, step: int, rows: list[Any]) -> None: ...
+    def log_samples(self, step: int, rows: list[Any]) -> None:
+        return None
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        return None
 
 
 def build_trackers(
@@ -143,7 +146,7 @@ class FanOut:
                 )
 
 
-class FileTracker:
+class FileTracker(Tracker):
     """`metrics.jsonl` of the run folder. Samples are written by the loop, which has all of them."""
 
     def __init__(self, run_folder: RunFolder) -> None:
@@ -154,14 +157,8 @@ class FileTracker:
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._run_folder.append_metrics(step, metrics, self.findings)
 
-    def log_samples(self, step: int, rows: list[Any]) -> None:
-        return None
 
-    def close(self) -> None:
-        return None
-
-
-class ConsoleTracker:
+class ConsoleTracker(Tracker):
     """Lines or the live display; of samples, the first few as text."""
 
     def __init__(self, console: StepConsole) -> None:

@@ -28,6 +28,7 @@ from verl.config.sources import set_path
 from verl.errors import CheckpointError, ConfigError, DataError, VerlError
 from verl.observe.jsonl import dumps
 from verl.observe.run_folder import expanded
+from verl.observe.trackers import Tracker
 from verl.runtime import exits_as_errors
 from verl.trainer.compare import ENGINE_LOG_PROBS, NUMERICS, Comparison, Files, compare, metrics_differ
 from verl.trainer.recorded import Recorded, open_recorded
@@ -232,7 +233,7 @@ def _repeat_offline(cfg: OfflineConfig, step: int, recorded: Files) -> None:
             record(loop.run(), folder, tracker, data.total_steps)
 
 
-class StopAtDifference:
+class StopAtDifference(Tracker):
     """A tracker that ends a repetition early: what follows the first difference says nothing more."""
 
     def __init__(self, loop: Any, recorded: Files) -> None:
@@ -242,12 +243,6 @@ class StopAtDifference:
         # As both rows are read from files, where a number that is not finite is null.
         if metrics_differ(self._recorded, step, json.loads(dumps(metrics))):
             self._loop.request_stop()
-
-    def log_samples(self, step: int, rows: list[Any]) -> None:
-        return None
-
-    def close(self) -> None:
-        return None
 
 
 def report(found: Comparison, first: int, last: int, start: Path | None) -> str:
