@@ -20,7 +20,7 @@ MAX_NAMES = 2000
 TIMELINE_STEPS = 200
 TIMELINE_SPANS = 30_000
 _PHASE_BYTES = 8 << 20
-_FIRST_SHOWN = (
+FIRST_SHOWN = (
     "reward/mean", "train/loss", "val/loss", "response_length/mean", "response_length/clip_ratio", "actor/entropy",
     "actor/kl_loss", "actor/kl", "actor/ppo_kl", "actor/pg_clipfrac", "actor/grad_norm", "train/grad_norm",
     "critic/vf_loss", "critic/vf_explained_var", "training/rollout_probs_diff_mean", "perf/throughput",
@@ -88,7 +88,7 @@ class CurveLog(MetricsLog):
         }
         validation = [name for name in series if name.startswith("val-core/")]
         shown: dict[str, list[float | None]] = {}
-        for name in [*validation, *(name for name in _FIRST_SHOWN if name in series)]:
+        for name in [*validation, *(name for name in FIRST_SHOWN if name in series)]:
             # With one response per prompt the mean, the best and the majority are one curve.
             if not any(values == series[name] for other, values in shown.items() if _same_data(other, name)):
                 shown[name] = series[name]

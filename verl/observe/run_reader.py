@@ -382,24 +382,6 @@ def read_crash(path: Path, name: str = "crash.txt") -> tuple[str, str] | None:
     return parts[0].strip() or f"{name} is empty", fix.removeprefix("What to do: ")
 
 
-def with_turns(row: dict[str, Any]) -> dict[str, Any]:
-    """A sample for people: where it is a conversation, each turn in place of the whole response."""
-    turns = row.get("turns")
-    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-        return row
-    shown: dict[str, Any] = {}
-    for name, value in row.items():
-        if name == "response":
-            for number, turn in enumerate(turns, start=1):
-                reward = (
-                    f"\n(reward {turn['reward']:g})" if isinstance(turn.get("reward"), int | float) else ""
-                )
-                shown[f"{number} {turn.get('role', '')}"] = f"{turn.get('content', '')}{reward}"
-        elif name != "turns":
-            shown[name] = value
-    return shown
-
-
 def duration(seconds: float) -> str:
     """In the largest unit that reads well."""
     for limit, size, unit in ((120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):

@@ -150,7 +150,7 @@ class RunData:
             return
         tokens = self._tokens(index, kind, step, left_out=not with_tokens)
         rows: dict[int, list[int]] = {}
-        for row, code in enumerate(columns.uid):
+        for row, code in enumerate(columns["uid"]):
             rows.setdefault(code, []).append(row)
         for code, chosen in rows.items():
             yield f"{step}/{code}", _group(index, columns, code, chosen, tokens)
@@ -230,8 +230,7 @@ def _group(
     index: SampleIndex, columns: StepColumns, code: int, rows: list[int], tokens: StepTokens
 ) -> dict[str, Any]:
     found, shown = [], 0
-    for row, sample in index.rows(columns, rows):
-        line = columns.line[row]
+    for line, sample in index.rows(columns, rows):
         own = tokens.row(line) if shown < MAX_GROUP_TOKENS else None
         shown += len(own["texts"]) if own else 0
         found.append({**_response(line, sample), "tokens": own})
