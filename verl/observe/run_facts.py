@@ -1,8 +1,9 @@
-"""What a run is, in a few lines: facts, notes, its configuration against another, and the run it was forked from."""
+"""What a run is: facts, notes, curves, its configuration against another, and the run it was forked from."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,40 @@ def notes(run: Run) -> list[str]:
         *(f"{key} is outside of the run folder and not read; --outside reads it" for key in run.left_out()),
     )
     return [note for note in found if note]
+
+
+# -- curves --------------------------------------------------------------------------------------------------------
+
+MAX_NAMES = 2000
+FIRST_SHOWN = (
+    "reward/mean", "train/loss", "val/loss", "response_length/mean", "response_length/clip_ratio", "actor/entropy",
+    "actor/kl_loss", "actor/kl", "actor/ppo_kl", "actor/pg_clipfrac", "actor/grad_norm", "train/grad_norm",
+    "critic/vf_loss", "critic/vf_explained_var", "training/rollout_probs_diff_mean", "perf/throughput",
+    "timing_s/step",
+)  # fmt: skip
+
+
+def curves(rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """Metrics that were ever a number as columns over the rows of a run, and which of them are shown first."""
+    names = sorted({name for row in rows for name in row} - {"step"})[:MAX_NAMES]
+    columns = {name: [_or_none(row.get(name, math.nan)) for row in rows] for name in names}
+    series = {name: values for name, values in columns.items() if any(value is not None for value in values)}
+    validation = [name for name in series if name.startswith("val-core/")]
+    shown: dict[str, list[float | None]] = {}
+    for name in [*validation, *(name for name in FIRST_SHOWN if name in series)]:
+        # With one response per prompt the mean, the best and the majority are one curve.
+        if not any(values == series[name] for other, values in shown.items() if _same_data(other, name)):
+            shown[name] = series[name]
+    return {"step": [row["step"] for row in rows], "series": series, "shown": list(shown)}
+
+
+def _or_none(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _same_data(name: str, other: str) -> bool:
+    """Whether two metrics of validation are statistics of the same scores."""
+    return name.startswith("val-core/") and name.rpartition("/")[0] == other.rpartition("/")[0]
 
 
 # -- configuration ------------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """Read a run folder while it is written, after it was killed, or on a copy elsewhere.
 
 Nothing here writes or locks. A half-written last line is left for the next `poll`, a damaged one is counted, and
-memory does not grow with the length of the run: of `metrics.jsonl` the newest rows are kept, samples are streamed.
+memory does not grow with the length of the run: of the older rows of `metrics.jsonl` every second is kept, every
+fourth, ..., and samples are streamed.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from verl.observe.run_folder import expanded, locked_by_this_process
 
 TAIL_BYTES = 64 << 20
 KEPT_ROWS = 2000
+"""The newest rows of `metrics.jsonl`, and at most as many of those before them."""
 KEPT_FINDINGS = 10_000
 RUN_FILES = ("metrics.jsonl", "config.yaml", "crash.txt", ".lock")
 _FURTHER_FILES = (LINEAGE, "crash.previous.txt", "health.jsonl")
@@ -33,7 +35,8 @@ _FOLDERS = ("rollouts", "validation", "phases")
 
 
 class MetricsLog:
-    """The newest rows of `metrics.jsonl`; `poll` reads what was appended since the last call."""
+    """The rows of `metrics.jsonl`, of very many before the newest only some; `poll` reads what was appended since the
+    last call."""
 
     def __init__(self, path: Path, tail_bytes: int = TAIL_BYTES) -> None:
         self.path = path
@@ -45,7 +48,7 @@ class MetricsLog:
         self.damaged = 0
         self.problem = ""
         """Why nothing can be read, where it is no file of lines."""
-        self._tail_bytes, self._offset, self._inode = tail_bytes, 0, -1
+        self._tail_bytes, self._offset, self._inode, self._stride = tail_bytes, 0, -1, 1
 
     def poll(self) -> list[dict[str, Any]]:
         """The new rows, of very many the newest. After a resume, which rewrites the file, all of them."""
@@ -85,7 +88,7 @@ class MetricsLog:
             self.problem = "metrics.jsonl is very large: only its end was read"
 
     def _reset(self) -> None:
-        self.rows, self.first, self.findings, self.damaged = [], {}, [], 0
+        self.rows, self.first, self.findings, self.damaged, self._stride = [], {}, [], 0, 1
 
     def _new_rows(self, file: Any) -> Iterator[dict[str, Any]]:
         for line in complete_lines(file):
@@ -103,11 +106,27 @@ class MetricsLog:
         new: list[dict[str, Any]] = []
         for numbers in self._new_rows(file):
             self.first = self.first or numbers
+            self.rows.append(numbers)
+            if len(self.rows) > 2 * KEPT_ROWS:
+                self._thin()
             new.append(numbers)
             if len(new) > 2 * KEPT_ROWS:
                 del new[:-KEPT_ROWS]
-        self.rows = [*self.rows, *new][-KEPT_ROWS:]
         return new
+
+    def _thin(self) -> None:
+        """Of the rows before the newest keep about half as many, evenly spread; those with a validation longer."""
+        older = self.rows[:-KEPT_ROWS]
+        while (
+            len(older := [row for row in older if row["step"] % self._stride_of(row) == 0]) > KEPT_ROWS // 2
+        ):
+            self._stride *= 2
+            if self._stride > 1 << 60:  # many rows of one step
+                older = []
+        self.rows[:-KEPT_ROWS] = older
+
+    def _stride_of(self, row: Mapping[str, Any]) -> int:
+        return max(1, self._stride // 8) if any(name.startswith("val") for name in row) else self._stride
 
 
 @dataclass(frozen=True)
@@ -216,7 +235,7 @@ class Run:
         return sum(spent) / len(rows) if rows else None
 
 
-def open_run(path: Path, *, outside: bool = True) -> Run:
+def open_run(path: Path, *, outside: bool = True, tail_bytes: int = TAIL_BYTES) -> Run:
     """Open a run folder; DataError when it is none. `outside=False`: nothing outside of it is read, whatever its files
     say; DataError where a file that would be read is a link out of it."""
     path = expanded(path).absolute()
@@ -226,7 +245,7 @@ def open_run(path: Path, *, outside: bool = True) -> Run:
     if not outside:
         refuse_links_out(path)
     config, problem = _config(path / "config.yaml")
-    run = Run(path, config, problem, MetricsLog(path / "metrics.jsonl"), outside=outside)
+    run = Run(path, config, problem, MetricsLog(path / "metrics.jsonl", tail_bytes), outside=outside)
     run.log.poll()
     return run
 

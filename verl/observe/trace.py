@@ -38,6 +38,9 @@ COUNTERS = {
 }
 """Names of counter tracks, and the metrics they show; those a run has."""
 MAX_PROFILE_BYTES = 1 << 30
+TIMELINE_STEPS = 200
+TIMELINE_SPANS = 30_000
+TIMELINE_BYTES = 8 << 20
 PROFILE_THREADS = 1000
 """Thread numbers of profiles begin here; those of phases are below."""
 
@@ -125,9 +128,9 @@ def _write_events(file: IO[str], trace: Trace) -> None:
 # -- phases -------------------------------------------------------------------------------------------------------
 
 
-def read_phases(folder: Path) -> dict[str, list[Span]]:
+def read_phases(folder: Path, newest_bytes: int | None = None) -> dict[str, list[Span]]:
     """`phases/*.jsonl` of a run by process, the controller first; each in the order of time. Damaged lines are left
-    out, as is the half-written last line of a run that runs."""
+    out, as is the half-written last line of a run that runs. `newest_bytes`: of each file only its end."""
     files = sorted(
         folder.glob("phases/*.jsonl"), key=lambda file: (file.stem != CONTROLLER, _natural(file.stem))
     )
@@ -135,6 +138,10 @@ def read_phases(folder: Path) -> dict[str, list[Span]]:
     for path in files:
         try:
             with open_regular(path) as file:
+                if newest_bytes is not None and file.seek(0, os.SEEK_END) > newest_bytes:
+                    file.seek(-newest_bytes, os.SEEK_END)  # most likely into a line, which is then no span
+                else:
+                    file.seek(0)
                 spans = [span for line in complete_lines(file) if (span := _span(parse_row(line)))]
         except (OSError, ValueError) as error:
             logger.warning("%s cannot be read (%s) and is left out", path, error)
@@ -198,6 +205,56 @@ def nested_tracks(spans: list[Span]) -> list[list[Span]]:
         else:
             tracks.append(([span], [span.end]))
     return [placed for placed, _ in tracks]
+
+
+# -- the viewer's timeline ----------------------------------------------------------------------------------------
+
+
+def timeline(folder: Path, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The newest steps' phases: of `phases/`, else the times in rows of metrics, laid end to end."""
+    phases = read_phases(folder, TIMELINE_BYTES)
+    spans = [(process, span) for process in sorted(phases) for span in phases[process]]
+    spans = spans or [(CONTROLLER, span) for span in _laid_out(rows[-TIMELINE_STEPS:])]
+    newest = max((span.step for _, span in spans), default=0)
+    steps = TIMELINE_STEPS
+    while (
+        len(kept := [each for each in spans if each[1].step > newest - steps]) > TIMELINE_SPANS and steps > 1
+    ):
+        steps //= 2
+    kept = sorted(kept[-TIMELINE_SPANS:], key=lambda each: (each[1].start, -each[1].end))
+    origin = kept[0][1].start if kept else 0
+
+    def seconds(time_us: int) -> float:
+        return round((time_us - origin) / 1e6, 4)
+
+    return {
+        "origin": origin / 1e6,
+        "spans": [[process, s.name, seconds(s.start), seconds(s.end), s.step] for process, s in kept],
+    }
+
+
+def _laid_out(rows: list[dict[str, Any]]) -> Iterator[Span]:
+    """Runs that recorded no phases: one process, one phase after the other, in the order they were measured."""
+    at = 0
+    for row in rows:
+        times = {
+            name[9:]: round(seconds * 1e6)
+            for name, seconds in row.items()
+            if name.startswith("timing_s/") and 0 <= seconds < 1e12
+        }
+        whole = times.pop("step", None)
+        apart = {name: times.pop(name) for name in ("testing", "save_checkpoint") if name in times}
+        length = sum(times.values()) if whole is None else whole
+        if length:
+            yield Span("step", at, at + length, row["step"])
+        begin = at
+        for name, duration in times.items():
+            yield Span(name, begin, begin + duration, row["step"])
+            begin += duration
+        at = max(at + length, begin)
+        for name, duration in apart.items():
+            yield Span(name, at, at + duration, row["step"])
+            at += duration
 
 
 # -- the trace ----------------------------------------------------------------------------------------------------

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.errors import ConfigError, DataError
-from verl.observe.curves import FIRST_SHOWN
-from verl.observe.run_facts import facts, notes
+from verl.observe.run_facts import FIRST_SHOWN, facts, notes
 from verl.observe.run_reader import (
     Run,
     SampleFiles,

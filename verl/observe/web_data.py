@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from verl.errors import DataError
-from verl.observe.curves import CurveLog, timeline
 from verl.observe.jsonl import jsonable
 from verl.observe.lineage import read_lineage
 from verl.observe.run_facts import (
     config_changes,
+    curves,
     default_config,
     facts,
     flat_config,
@@ -30,6 +30,7 @@ from verl.observe.run_folder import expanded
 from verl.observe.run_reader import Notice, Run, notices, open_run, read_crash, refuse_links_out, state_of
 from verl.observe.sample_index import SampleIndex, StepColumns, number_or_nan
 from verl.observe.token_table import COLUMNS, TokenFile
+from verl.observe.trace import timeline
 
 KINDS = ("rollouts", "validation")
 MAX_PARENTS = 20
@@ -43,14 +44,13 @@ class RunData:
 
     def __init__(self, identity: str, path: Path, *, outside: bool) -> None:
         self.id = identity
-        self.run: Run = open_run(path, outside=outside)
+        self.run: Run = open_run(path, outside=outside, tail_bytes=1 << 40)
         self.lineage = read_lineage(self.run.path)
         self.parent: RunData | None = None
-        self._curves = CurveLog(self.run.path / "metrics.jsonl")
         self._indexes = {kind: SampleIndex(self.files(kind)) for kind in KINDS}
         self._packed: dict[str, tuple[int, bytes]] = {}
         # The first look at a large folder takes seconds: the other parts of the page do not wait for it.
-        self._lock, self._curve_lock = threading.Lock(), threading.Lock()
+        self._lock = threading.Lock()
         self._index_locks = {kind: threading.RLock() for kind in KINDS}
 
     def files(self, kind: str) -> Any:
@@ -99,9 +99,9 @@ class RunData:
         return [f"it was forked from {name}, which is not shown: give that run too, or --outside"]
 
     def metrics(self) -> dict[str, Any]:
-        with self._curve_lock:
-            self._curves.poll()
-            return self._curves.to_json()
+        with self._lock:
+            self.run.log.poll()
+            return curves(self.run.log.rows)
 
     def timeline(self) -> dict[str, Any]:
         with self._lock:
