@@ -68,9 +68,7 @@ def _main(arguments: list[str]) -> int:
     if arguments and arguments[0] in _PROGRAMS:
         return _run_program(arguments)
     if arguments in (["--version"], ["-V"]):
-        from verl.version_report import version_report
-
-        sys.stdout.write(version_report())
+        sys.stdout.write(importlib.import_module("verl.doctor.software").version_report())
         return 0
     if arguments[:1] == ["completion"]:
         from verl.completion import main as completion

@@ -24,6 +24,19 @@ CLOSE_S = 120.0
 _given_up: set[str] = set()
 
 
+class Tracker(Protocol):
+    """Takes the metrics of a step and, where it can show them, samples of validation. A subclass inherits that nothing
+    is done with samples and at the end."""
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None: ...
+
+    def log_samples(self, step: int, rows: list[Any]) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
+
+
 class Service(Protocol):
     """Takes the numbers of a step and samples of validation (one row at least)."""
 
@@ -35,7 +48,7 @@ class Service(Protocol):
         """`failed`: the run ended with an error."""
 
 
-class Background:
+class Background(Tracker):
     """A tracker that feeds a service. What the service raised is raised by the next call."""
 
     def __init__(self, name: str, service: Service) -> None:

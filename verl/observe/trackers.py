@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from verl.config.known import LOGGERS
 from verl.errors import ConfigError
-from verl.observe.background import Background
+from verl.observe.background import Background, Tracker
 from verl.observe.console import StepConsole
 from verl.observe.tracker_services import open_service, plain
 
@@ -45,19 +45,6 @@ def register_tracker(name: str) -> Callable[[TrackerFactory], TrackerFactory]:
 
 def registered_trackers() -> tuple[str, ...]:
     return tuple(_registered)
-
-
-class Tracker(Protocol):
-    """Takes the metrics of a step and, where it can show them, samples of validation. A subclass inherits that nothing
-    is done with samples and at the end."""
-
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None: ...
-
-    def log_samples(self, step: int, rows: list[Any]) -> None:
-        return None
-
-    def close(self) -> None:
-        return None
 
 
 def build_trackers(
