@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.config.masking import mask_values
 from verl.observe.jsonl import jsonable
 from verl.observe.lineage import Lineage
 from verl.observe.run_reader import Run, checkpoint_steps, duration, is_run, read_crash, state_of
+
+if TYPE_CHECKING:
+    from verl.config.schema import OfflineConfig, PPOConfig
 
 
 def facts(run: Run) -> Iterator[tuple[str, str]]:
@@ -100,18 +103,32 @@ def flat_config(values: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def default_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The defaults of the command whose config this is most likely; none for that of another program."""
+def config_class(keys: Iterable[str]) -> type[PPOConfig] | type[OfflineConfig]:
+    """The config of the training command that these dotted keys, some or all, are most likely of."""
     from verl.config.keys import schema_keys
     from verl.config.schema import DPOConfig, PPOConfig, RewardTrainingConfig, SFTConfig
 
-    mine = flat_config(config).keys()
-    defaults = [
-        {name: jsonable(key.default) for name, key in schema_keys(kind).items()}
-        for kind in (PPOConfig, SFTConfig, DPOConfig, RewardTrainingConfig)
-    ]
-    best = max(defaults, key=lambda each: len(each.keys() & mine) - len(each.keys() - mine))
-    return best if len(best.keys() & mine) > len(mine) / 2 else {}
+    names = set(keys)
+    sections = {name.partition(".")[0] for name in names}
+    if sections & {"actor_rollout_ref", "critic", "implicit_reward", "reward"}:
+        return PPOConfig
+    if names & {"data.margin_key", "algorithm.margin", "algorithm.center_rewards_coefficient"}:
+        return RewardTrainingConfig
+    preference = {name for name in schema_keys(DPOConfig) if name.startswith("algorithm.")}
+    preference = preference - schema_keys(PPOConfig).keys() | {"data.chosen_key", "data.rejected_key"}
+    if names & preference:
+        return DPOConfig
+    offline = sections & {"model", "optim", "checkpoint"} and "algorithm" not in sections
+    return SFTConfig if offline else PPOConfig
+
+
+def default_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The defaults of the command whose config this is most likely; none for that of another program."""
+    from verl.config.keys import schema_keys
+
+    names = flat_config(config).keys()
+    defaults = {name: jsonable(key.default) for name, key in schema_keys(config_class(names)).items()}
+    return defaults if len(defaults.keys() & names) > len(names) / 2 else {}
 
 
 def config_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:

@@ -13,14 +13,16 @@ from verl.checkpoint.steps import StepFolder, list_steps, problems, step_name
 from verl.config.keys import get, schema_keys
 from verl.config.load import from_dict, to_dict
 from verl.config.recipes import COMMANDS
-from verl.config.schema import DPOConfig, OfflineConfig, PPOConfig, RewardTrainingConfig, SFTConfig
 from verl.config.sources import del_path, load_yaml, set_path
 from verl.errors import ConfigError, DataError
 from verl.observe.jsonl import jsonable
 from verl.observe.lineage import Lineage, read_lineage
+from verl.observe.run_facts import config_class, flat_config
 from verl.observe.run_folder import expanded
 
 if TYPE_CHECKING:
+    from verl.config.schema import OfflineConfig, PPOConfig
+
     Trained = type[PPOConfig] | type[OfflineConfig]
 
 
@@ -108,20 +110,11 @@ def open_recorded(path: Path) -> Recorded:
         kind = "has no config.yaml" if path.is_dir() else "is no folder"
         raise DataError(f"{path} {kind}; give a run folder (checkpoints/PROJECT/EXPERIMENT)")
     values = load_yaml(path / "config.yaml")
-    return Recorded(path, _kind(values, path), values)
-
-
-def _kind(values: dict[str, Any], path: Path) -> Trained:
-    if "actor_rollout_ref" in values:
-        return PPOConfig
-    if "model" not in values or "trainer" not in values:
+    if "actor_rollout_ref" not in values and not {"model", "trainer"} <= values.keys():
         raise ConfigError(
             f"{path / 'config.yaml'} is not of a training command: {', '.join(COMMANDS.values())}"
         )
-    algorithm = values.get("algorithm")
-    if isinstance(algorithm, dict) and "loss" in algorithm:
-        return DPOConfig
-    return RewardTrainingConfig if algorithm else SFTConfig
+    return Recorded(path, config_class(flat_config(values)), values)
 
 
 def _different(keys: Any, one: Any, other: Any) -> list[str]:
