@@ -15,13 +15,11 @@ from tests.observe.big_run import sample, write_run
 from tests.report_data import report_data
 from verl import cli
 from verl.errors import DataError
-from verl.observe.lineage import read_lineage
 from verl.observe.prometheus import Counts
-from verl.observe.report import write_report
-from verl.observe.run_folder import RunFolder
+from verl.observe.report import page, write_report
+from verl.observe.run_folder import RunFolder, read_lineage
 from verl.observe.token_table import TokenTable
 from verl.observe.web_data import WebData
-from verl.observe.web_page import page
 from verl.observe.web_server import WebServer
 
 

@@ -29,18 +29,20 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from verl.atomic_file import replacing
 from verl.config.masking import mask_text
 from verl.errors import ConfigError, VerlError
-from verl.json_input import parse_json
+from verl.json_input import parse_json, read_json
 from verl.observe.findings import Finding
 from verl.observe.jsonl import append_line, dumps, jsonable, kept_lines, read_metrics
-from verl.observe.lineage import LINEAGE, read_lineage
 
 logger = logging.getLogger(__name__)
+
+LINEAGE = "lineage.json"
 
 # Record locks belong to a process, so a second user in the same process is refused by this table.
 _locked_folders: set[tuple[int, str]] = set()
@@ -356,3 +358,38 @@ def _require_writable(folder: Path, key: str) -> None:
 
 def _cannot_write(folder: Path, error: OSError, key: str) -> str:
     return f"cannot write to the folder {folder}: {error.strerror or error}. Set {key} to a folder you may write to"
+
+
+# -- lineage ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """Where a run was forked from; the parent's folder may be gone."""
+
+    parent: str
+    """Its folder at the time of the fork."""
+    parent_name: str
+    """project/experiment"""
+    step: int
+    """The last step of the parent that the fork continues."""
+    overrides: tuple[str, ...]
+    time: float
+
+
+def read_lineage(run: Path) -> Lineage | None:
+    """The lineage of a run folder; None where it is no fork, or the file cannot be read."""
+    try:
+        row = read_json(run / LINEAGE)
+        step = row["step"]
+        if not isinstance(step, int) or isinstance(step, bool):
+            return None
+        return Lineage(
+            str(row["parent"]),
+            str(row["parent_name"]),
+            step,
+            tuple(str(each) for each in row["overrides"]),
+            float(row["time"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+        return None

@@ -22,8 +22,7 @@ from verl.errors import ConfigError, DataError
 from verl.json_input import open_regular
 from verl.observe.findings import Finding, read_findings
 from verl.observe.jsonl import LINE_BYTES, complete_lines, parse_metrics, parse_row
-from verl.observe.lineage import LINEAGE
-from verl.observe.run_folder import expanded, locked_by_this_process
+from verl.observe.run_folder import LINEAGE, expanded, locked_by_this_process
 
 TAIL_BYTES = 64 << 20
 KEPT_ROWS = 2000

@@ -16,7 +16,6 @@ import numpy as np
 
 from verl.errors import DataError
 from verl.observe.jsonl import jsonable
-from verl.observe.lineage import read_lineage
 from verl.observe.run_facts import (
     config_changes,
     curves,
@@ -26,7 +25,7 @@ from verl.observe.run_facts import (
     notes,
     parent_folder,
 )
-from verl.observe.run_folder import expanded
+from verl.observe.run_folder import expanded, read_lineage
 from verl.observe.run_reader import Notice, Run, notices, open_run, read_crash, refuse_links_out, state_of
 from verl.observe.sample_index import SampleIndex, StepColumns, number_or_nan
 from verl.observe.token_table import COLUMNS, TokenFile

@@ -16,9 +16,8 @@ from verl.config.recipes import COMMANDS
 from verl.config.sources import del_path, load_yaml, set_path
 from verl.errors import ConfigError, DataError
 from verl.observe.jsonl import jsonable
-from verl.observe.lineage import Lineage, read_lineage
 from verl.observe.run_facts import config_class, flat_config
-from verl.observe.run_folder import expanded
+from verl.observe.run_folder import Lineage, expanded, read_lineage
 
 if TYPE_CHECKING:
     from verl.config.schema import OfflineConfig, PPOConfig
