@@ -172,35 +172,20 @@ class StepProgress:
 
 def waits(snapshots: list[Snapshot]) -> list[str]:
     """What has to end before the phase does."""
-    found = []
-    running = _sum(snapshots, "sequences_running")
-    if running:
-        longest = max(each.values.get("longest_response_tokens", 0.0) for each in snapshots)
-        known = f", the longest with {longest:,.0f} tokens" if longest else ""
-        found.append(f"{_count(running, 'response')} being generated{known}")
-    for name, what in (
-        ("sequences_waiting", "sequence not yet started"),
-        ("tool_calls_waiting", "tool call"),
-        ("rewards_waiting", "reward"),
-    ):
-        number = _sum(snapshots, name)
-        if number > 0:
-            found.append(_count(number, what))
-    return found
+    longest = max(snapshot.values.get("longest_response_tokens", 0.0) for snapshot in snapshots)
+    known = f", the longest with {longest:,.0f} tokens" if longest else ""
+    counted = (
+        ("sequences_running", f"response being generated{known}", f"responses being generated{known}"),
+        ("sequences_waiting", "sequence not yet started", "sequences not yet started"),
+        ("tool_calls_waiting", "tool call", "tool calls"),
+        ("rewards_waiting", "reward", "rewards"),
+    )
+    numbers = [(_sum(snapshots, name), one, many) for name, one, many in counted]
+    return [f"{number:,.0f} {one if number == 1 else many}" for number, one, many in numbers if number > 0]
 
 
 def _sum(snapshots: list[Snapshot], name: str) -> float:
-    return sum(each.values.get(name, 0.0) for each in snapshots)
-
-
-def _count(number: float, what: str) -> str:
-    noun, _, rest = what.partition(" ")
-    if number != 1:
-        if noun == "tool":
-            rest += "s"
-        else:
-            noun += "s"
-    return f"{number:,.0f} {noun} {rest}".rstrip()
+    return sum(snapshot.values.get(name, 0.0) for snapshot in snapshots)
 
 
 class StepConsole:

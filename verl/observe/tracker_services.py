@@ -17,6 +17,7 @@ from typing import Any
 from verl.errors import ConfigError, VerlError, missing_package
 from verl.observe.background import Service
 from verl.observe.jsonl import jsonable
+from verl.observe.run_facts import flat_config
 from verl.observe.run_folder import RunFolder
 
 SAMPLES = "validation/samples"
@@ -144,7 +145,8 @@ class Mlflow:
         found = self._client.get_experiment_by_name(project)
         number = self._client.create_experiment(project) if found is None else found.experiment_id
         self._run = self._client.create_run(number, run_name=experiment).info.run_id
-        params = [mlflow.entities.Param(_mlflow_name(key), text[:500]) for key, text in _flat(config)]
+        flat = flat_config(config)
+        params = [mlflow.entities.Param(_mlflow_name(key), str(value)[:500]) for key, value in flat.items()]
         for start in range(0, len(params), self.PARAMS_PER_CALL):
             self._client.log_batch(self._run, params=params[start : start + self.PARAMS_PER_CALL])
 
@@ -238,15 +240,6 @@ def plain(value: Any) -> Any:
 def _table(rows: list[Any]) -> tuple[list[str], list[list[Any]]]:
     columns = list(rows[0])
     return columns, [[plain(row.get(column)) for column in columns] for row in rows]
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """`{"a": {"b": 1}}` -> `("a.b", "1")`."""
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", str(value)
 
 
 def _mlflow_name(name: str) -> str:
