@@ -105,7 +105,7 @@ def uids(run: Run, **wanted: object) -> list[tuple[int, str]]:
 
 
 def test_steps_are_numbers_and_the_newest_is_the_default(run: Run) -> None:
-    assert run.rollouts.steps() == [1, 2, 10]
+    assert run.samples("rollouts").steps() == [1, 2, 10]
     assert uids(run, best=1) == [(10, "0-1")]
 
 

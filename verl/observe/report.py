@@ -61,7 +61,7 @@ def write_report(
         _write_samples(file, first)
         for each in data.runs[1:]:
             for kind in KINDS:
-                index = SampleIndex(each.files(kind))
+                index = SampleIndex(each.run.samples(kind))
                 there = bool(index.files.steps())
                 index.left_out = "this report has the responses of its own run only" if there else ""
                 _embed(file, f"run/{each.id}/index/{kind}.json", dumps(index.to_json()))
@@ -95,7 +95,7 @@ def _write_samples(file: IO[bytes], run: RunData) -> None:
 
 def _write_kind(file: IO[bytes], run: RunData, kind: str, budget: int) -> int:
     """Write the steps of a kind that fit, and their index; the bytes that took."""
-    index, root = SampleIndex(run.files(kind)), f"run/{run.id}"
+    index, root = SampleIndex(run.run.samples(kind)), f"run/{run.id}"
     there = index.files.steps()
     chunk_of: dict[str, int] = {}
     chunks: dict[str, list[int]] = {}

@@ -30,7 +30,9 @@ KEPT_ROWS = 2000
 KEPT_FINDINGS = 10_000
 RUN_FILES = ("metrics.jsonl", "config.yaml", "crash.txt", ".lock")
 _FURTHER_FILES = (LINEAGE, "crash.previous.txt", "health.jsonl")
-_FOLDERS = ("rollouts", "validation", "phases")
+KINDS = {"rollouts": "trainer.rollout_data_dir", "validation": "trainer.validation_data_dir"}
+"""Of samples: their folders, and the keys that name others."""
+_FOLDERS = (*KINDS, "phases")
 
 
 class MetricsLog:
@@ -185,36 +187,23 @@ class Run:
         """Whether it trains on given answers (fine-tuning, preferences, a reward model)."""
         return "actor_rollout_ref" not in self.config and ("optim" in self.config or "model" in self.config)
 
-    @property
-    def rollouts(self) -> SampleFiles:
-        return self._samples("trainer.rollout_data_dir", "rollouts")
-
-    @property
-    def validation(self) -> SampleFiles:
-        return self._samples("trainer.validation_data_dir", "validation")
-
-    def _samples(self, key: str, name: str) -> SampleFiles:
-        own, chosen = self.path / name, self.get(key)
-        if not chosen:
-            return SampleFiles(own)
-        try:
-            folder = expanded(str(chosen)).absolute()
-            read = _leads_into(self.path, folder) or self.outside
-        except ValueError:  # no name of a folder
-            read = False
-        return SampleFiles(folder if read else own)
+    def samples(self, kind: str) -> SampleFiles:
+        """Of `KINDS`; where the config names a folder that is not read, the run's own."""
+        own, chosen = self.path / kind, self._chosen(kind)
+        return SampleFiles(chosen if chosen and (self.outside or _leads_into(self.path, chosen)) else own)
 
     def left_out(self) -> list[str]:
         """Keys that name folders of samples which are not read."""
-        named = (
-            ("trainer.rollout_data_dir", self.rollouts),
-            ("trainer.validation_data_dir", self.validation),
-        )
         return [
             key
-            for key, files in named
-            if (chosen := self.get(key)) and files.folder != expanded(str(chosen)).absolute()
+            for kind, key in KINDS.items()
+            if (chosen := self._chosen(kind)) and self.samples(kind).folder != chosen
         ]
+
+    def _chosen(self, kind: str) -> Path | None:
+        """The folder that the config names for samples."""
+        named = str(self.get(KINDS[kind]) or "")
+        return expanded(named).absolute() if named else None
 
     @property
     def step(self) -> int | None:
@@ -250,8 +239,11 @@ def open_run(path: Path, *, outside: bool = True, tail_bytes: int = TAIL_BYTES) 
 
 
 def _leads_into(run: Path, path: Path) -> bool:
-    """Whether a path, its links followed, is in the run folder. ValueError where it is no path."""
-    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(run))
+    """Whether a path, its links followed, is in the run folder."""
+    try:
+        return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(run))
+    except ValueError:  # no name of a file
+        return False
 
 
 def refuse_links_out(run: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from verl.json_input import open_regular
-from verl.observe.jsonl import LINE_BYTES, complete_lines, parse_row
+from verl.observe.jsonl import LINE_BYTES, complete_lines, number_or_nan, parse_row
 from verl.observe.run_reader import SampleFiles
 
 INDEX_BYTES = 2 << 30
@@ -244,12 +244,6 @@ def searchable(uid: str, sample: dict[str, Any]) -> str:
     )
     parts = [uid, *(sample.get(name) for name in ("prompt", "response", "ground_truth", "error")), *contents]
     return "\n".join(_text(part) for part in parts)
-
-
-def number_or_nan(value: Any) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-        return math.nan
-    return float(value)
 
 
 def _text(value: Any) -> str:

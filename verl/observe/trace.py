@@ -23,7 +23,7 @@ from typing import IO, Any
 
 from verl.errors import ConfigError, DataError
 from verl.json_input import open_regular
-from verl.observe.jsonl import complete_lines, parse_row, read_metrics
+from verl.observe.jsonl import complete_lines, number_or_nan, parse_row, read_metrics
 from verl.observe.run_folder import profile_files
 from verl.observe.run_reader import open_run
 
@@ -160,11 +160,8 @@ def _natural(name: str) -> list[tuple[int, str]]:
 def _span(row: Mapping[str, Any] | None) -> Span | None:
     if row is None or not isinstance(row.get("name"), str):
         return None
-    numbers = [row.get(name) for name in ("start", "end", "step")]
-    if any(not isinstance(value, int | float) or not math.isfinite(value) for value in numbers):
-        return None
-    start, end, step = (float(value) for value in numbers)  # type: ignore[arg-type]
-    if not 0 <= start <= end < 1e12:
+    start, end, step = (number_or_nan(row.get(name)) for name in ("start", "end", "step"))
+    if math.isnan(step) or not 0 <= start <= end < 1e12:
         return None
     return Span(row["name"], round(start * 1e6), round(end * 1e6), int(step))
 
@@ -313,8 +310,8 @@ class Trace:
             if row["step"] not in starts:
                 continue
             for name, metric in COUNTERS.items():
-                value = row.get(metric)
-                if isinstance(value, int | float) and math.isfinite(value):
+                value = number_or_nan(row.get(metric))
+                if not math.isnan(value):
                     yield {
                         "ph": "C",
                         "name": name,

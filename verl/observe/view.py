@@ -152,8 +152,8 @@ def overview(seen: Run, patterns: list[str] | None = None, *, samples: bool = Tr
         blocks.append(styled(f"{notice.when}: {notice.finding.line}", "yellow" if notice.recent else "dim"))
     if not found:
         blocks.append(styled("nothing to report", "dim"))
-    validation = not seen.rollouts.steps()
-    if samples and (seen.validation if validation else seen.rollouts).steps():
+    validation = not seen.samples("rollouts").steps()
+    if samples and seen.samples("validation" if validation else "rollouts").steps():
         args = argparse.Namespace(step=None, best=1, worst=1, grep=None, uid=None, val=validation, limit=None)
         blocks.append(
             styled("\nsamples (--best, --worst, --step, --grep, --id and --val show others)", "bold")
@@ -214,7 +214,7 @@ def listing(paths: list[Path]) -> RenderableType:
 
 def choose_samples(seen: Run, args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
     """(title, row) of the samples asked for; DataError names the steps there are when there is none of --step."""
-    files = seen.validation if args.val else seen.rollouts
+    files = seen.samples("validation" if args.val else "rollouts")
     steps = files.steps()
     if not steps:
         raise DataError(f"there are no samples in {files.folder}")

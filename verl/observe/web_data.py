@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from verl.errors import DataError
-from verl.observe.jsonl import jsonable
+from verl.observe.jsonl import jsonable, number_or_nan
 from verl.observe.run_facts import (
     config_changes,
     curves,
@@ -26,12 +26,20 @@ from verl.observe.run_facts import (
     parent_folder,
 )
 from verl.observe.run_folder import expanded, read_lineage
-from verl.observe.run_reader import Notice, Run, notices, open_run, read_crash, refuse_links_out, state_of
-from verl.observe.sample_index import SampleIndex, StepColumns, number_or_nan
+from verl.observe.run_reader import (
+    KINDS,
+    Notice,
+    Run,
+    notices,
+    open_run,
+    read_crash,
+    refuse_links_out,
+    state_of,
+)
+from verl.observe.sample_index import SampleIndex, StepColumns
 from verl.observe.token_table import COLUMNS, TokenFile
 from verl.observe.trace import timeline
 
-KINDS = ("rollouts", "validation")
 MAX_PARENTS = 20
 MAX_GROUP_TOKENS = 1 << 21
 """Of the responses to a prompt, no more have their tokens: a small file can hold very many."""
@@ -46,14 +54,11 @@ class RunData:
         self.run: Run = open_run(path, outside=outside, tail_bytes=1 << 40)
         self.lineage = read_lineage(self.run.path)
         self.parent: RunData | None = None
-        self._indexes = {kind: SampleIndex(self.files(kind)) for kind in KINDS}
+        self._indexes = {kind: SampleIndex(self.run.samples(kind)) for kind in KINDS}
         self._packed: dict[str, tuple[int, bytes]] = {}
         # The first look at a large folder takes seconds: the other parts of the page do not wait for it.
         self._lock = threading.Lock()
         self._index_locks = {kind: threading.RLock() for kind in KINDS}
-
-    def files(self, kind: str) -> Any:
-        return self.run.rollouts if kind == "rollouts" else self.run.validation
 
     def entry(self) -> dict[str, Any]:
         """This run in `runs.json`."""

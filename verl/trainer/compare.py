@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from verl.observe.jsonl import read_jsonl, read_metrics
-from verl.observe.run_folder import expanded
+from verl.observe.run_reader import KINDS, Run
 
 _TIMED = ("timing", "perf/")
 _NOT_COMPARED = ("step", "findings")
@@ -75,20 +74,15 @@ class Comparison:
 class Files:
     """The files of one run that are compared."""
 
+    run: Run
     metrics: dict[int, dict[str, Any]]
-    rollouts: Path
-    validation: Path
     left_out: tuple[str, ...] = ()
     """Prefixes of metrics that are not compared."""
 
     @classmethod
-    def of(cls, folder: Path, rollouts: str | None = None, validation: str | None = None) -> Files:
-        """`rollouts`, `validation`: folders of samples that the config names."""
-        return cls(
-            {row["step"]: row for row in read_metrics(folder / "metrics.jsonl")},
-            expanded(str(rollouts)) if rollouts else folder / "rollouts",
-            expanded(str(validation)) if validation else folder / "validation",
-        )
+    def of(cls, run: Run, left_out: tuple[str, ...] = ()) -> Files:
+        rows = read_metrics(run.path / "metrics.jsonl")
+        return cls(run, {row["step"]: row for row in rows}, left_out)
 
 
 def compare(recorded: Files, repeated: Files, steps: Iterable[int], *, samples: bool) -> Comparison:
@@ -104,14 +98,10 @@ def _differences(
     for step in steps:
         if step not in repeated.metrics and step not in recorded.metrics:
             continue
-        if samples and step:
-            yield from _compare_samples(comparison, step, recorded.rollouts, repeated.rollouts, "rollouts")
-        yield from _compare_metrics(comparison, step, recorded, repeated, samples, False)
-        if samples:
-            yield from _compare_samples(
-                comparison, step, recorded.validation, repeated.validation, "validation"
-            )
-        yield from _compare_metrics(comparison, step, recorded, repeated, samples, True)
+        for kind in KINDS:
+            if samples and (step or kind == "validation"):
+                yield from _compare_samples(comparison, step, recorded, repeated, kind)
+            yield from _compare_metrics(comparison, step, recorded, repeated, samples, kind == "validation")
 
 
 def metrics_differ(recorded: Files, step: int, repeated: Mapping[str, Any]) -> bool:
@@ -150,9 +140,9 @@ def _compare_metrics(
 
 
 def _compare_samples(
-    comparison: Comparison, step: int, recorded: Path, repeated: Path, kind: str
+    comparison: Comparison, step: int, recorded: Files, repeated: Files, kind: str
 ) -> Iterator[Difference]:
-    files = recorded / f"{step}.jsonl", repeated / f"{step}.jsonl"
+    files = [run.samples(kind).folder / f"{step}.jsonl" for run in (recorded.run, repeated.run)]
     there = [file.is_file() for file in files]
     if not all(there):
         if any(there):
