@@ -264,15 +264,12 @@ class StepConsole:
 
 
 def _format(form: str, value: float) -> str:
+    """A number that would be shown as zero and is not has an exponent."""
     if not math.isfinite(value):
         return str(value)
-    small = form.endswith(("f}",)) and value != 0 and abs(value) < 0.5 * 10 ** -_decimals(form)
-    return f"{value:.1e}" if small else form.format(value)
-
-
-def _decimals(form: str) -> int:
-    digits = form.split(".")[-1].rstrip("f}s")
-    return int(digits) if digits.isdigit() else 0
+    shown = form.format(value)
+    vanished = form.endswith("f}") and value != 0 and not set(shown) & set("123456789")
+    return f"{value:.1e}" if vanished else shown
 
 
 class Counter:

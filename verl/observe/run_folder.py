@@ -68,6 +68,8 @@ class RunFolder:
         validation_dir: Path | str | None = None,
     ) -> None:
         self.path = expanded(path).absolute()
+        self.metrics_file, self.counters_file = self.path / "metrics.jsonl", self.path / "counters.json"
+        self.phases_dir = self.path / "phases"
         self.rollout_dir = expanded(rollout_dir) if rollout_dir else self.path / "rollouts"
         self.validation_dir = expanded(validation_dir) if validation_dir else self.path / "validation"
         _require_writable(self.path, "trainer.default_local_dir")
@@ -85,18 +87,6 @@ class RunFolder:
         if file.exists() and not file.is_file():
             aside = _move_aside(file, f"{file.name}.unusable")
             logger.warning("%s is not a regular file; renamed to %s", file, aside.name)
-
-    @property
-    def metrics_file(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def counters_file(self) -> Path:
-        return self.path / "counters.json"
-
-    @property
-    def phases_dir(self) -> Path:
-        return self.path / "phases"
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """The resolved configuration, so that `--config-path` with this file repeats the run."""

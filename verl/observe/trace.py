@@ -102,7 +102,8 @@ def write_trace(path: Path, out: Path, steps: range | None = None) -> None:
     out = out.expanduser()
     partial = out.with_name(f".{out.name}")
     try:
-        with _open_text(partial, compressed=out.suffix == ".gz") as file:
+        open_text = gzip.open if out.suffix == ".gz" else open
+        with open_text(partial, "wt", encoding="utf-8") as file:
             _write_events(file, Trace(folder, phases, steps))
         os.replace(partial, out)
     except OSError as error:
@@ -110,10 +111,6 @@ def write_trace(path: Path, out: Path, steps: range | None = None) -> None:
         raise DataError(
             f"cannot write {out}: {error.strerror or error}. Give another file with --out"
         ) from None
-
-
-def _open_text(path: Path, *, compressed: bool) -> IO[str]:
-    return gzip.open(path, "wt", encoding="utf-8") if compressed else open(path, "w", encoding="utf-8")
 
 
 def _write_events(file: IO[str], trace: Trace) -> None:

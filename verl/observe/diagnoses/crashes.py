@@ -42,6 +42,11 @@ def _says(error: BaseException, pattern: str) -> str | None:
     return None
 
 
+def _seen(error: BaseException, pattern: str, fix: str) -> Seen | None:
+    line = _says(error, pattern)
+    return None if line is None else (line, fix)
+
+
 def _out_of_memory(error: BaseException) -> bool:
     """Also in another process, of which only the text is here."""
     if any(map(is_out_of_memory, chain(error))):
@@ -120,14 +125,11 @@ def disk_full(error: BaseException, config: Any) -> Seen | None:
     "crash", "a kernel or a collective failed; the line that reports it need not be the one that caused it"
 )
 def cuda_error(error: BaseException, config: Any) -> Seen | None:
-    line = _says(error, r"CUDA error|illegal memory access|NCCL (error|WARN)|ncclInternalError|cudaError")
-    if line is None:
-        return None
-    return (
-        line,
-        f"{KEY}.rollout.enforce_eager=True, {KEY}.rollout.gpu_memory_utilization=0.3, and "
-        f"CUDA_LAUNCH_BLOCKING=1 for an "
-        "exact traceback",
+    return _seen(
+        error,
+        r"CUDA error|illegal memory access|NCCL (error|WARN)|ncclInternalError|cudaError",
+        f"{KEY}.rollout.enforce_eager=True, {KEY}.rollout.gpu_memory_utilization=0.3, and CUDA_LAUNCH_BLOCKING=1 for "
+        "an exact traceback",
     )
 
 
@@ -153,10 +155,9 @@ def triton_compile(error: BaseException, config: Any) -> Seen | None:
 def checkpoint_other_model(error: BaseException, config: Any) -> Seen | None:
     if not any(isinstance(each, CheckpointError) for each in chain(error)):
         return None
-    line = _says(error, r"tensors the model (has|does not have)|shape .* in the checkpoint")
     model = "model" if config is None else f"{KEY}.model"
     keys = f"the {model}.path and {model}.lora_rank it was saved with, or trainer.resume_mode=disable"
-    return None if line is None else (line, keys)
+    return _seen(error, r"tensors the model (has|does not have)|shape .* in the checkpoint", keys)
 
 
 @diagnosis("crash", "the rows have no such column")
@@ -164,22 +165,22 @@ def prompt_column(error: BaseException, config: Any) -> Seen | None:
     wanted = "prompt" if config is None else config.data.prompt_key
     if any(isinstance(each, KeyError) and each.args[:1] == (wanted,) for each in chain(error)):
         return f"KeyError: {wanted!r}", f"data.prompt_key=NAME, the column with the prompt (now {wanted})"
-    line = _says(error, r"no column '.*' \(data\.prompt_key\)|has the columns .* but no ")
-    return None if line is None else (line, "data.prompt_key=NAME, the column with the prompt")
+    pattern = r"no column '.*' \(data\.prompt_key\)|has the columns .* but no "
+    return _seen(error, pattern, "data.prompt_key=NAME, the column with the prompt")
 
 
 @diagnosis(
     "crash", "nodes must have the same versions of Python, Ray, torch, CUDA and verl, and see the same files"
 )
 def unequal_nodes(error: BaseException, config: Any) -> Seen | None:
-    line = _says(error, r"version mismatch|mismatched versions?\b|incompatible NCCL versions")
-    return None if line is None else (line, "`verl doctor` on every node, and the same environment on all")
+    pattern = r"version mismatch|mismatched versions?\b|incompatible NCCL versions"
+    return _seen(error, pattern, "`verl doctor` on every node, and the same environment on all")
 
 
 @diagnosis("crash", "Ray started more processes than the job's limits allow, as under Slurm")
 def raylet_registration(error: BaseException, config: Any) -> Seen | None:
-    line = _says(error, r"register worker .*raylet|raylet.*(failed to start|could not connect)")
-    return None if line is None else (line, "ray_kwargs.ray_init.num_cpus=N, N the CPUs of the job")
+    pattern = r"register worker .*raylet|raylet.*(failed to start|could not connect)"
+    return _seen(error, pattern, "ray_kwargs.ray_init.num_cpus=N, N the CPUs of the job")
 
 
 @diagnosis("crash", "a node does not reach another one, or left the cluster")
