@@ -9,8 +9,9 @@ from collections.abc import Sequence
 
 from verl.observe.terminal import protect_terminal, while_read
 
-# Programs that read the rest of the command line themselves (Hydra-style overrides).
-_OVERRIDES = {
+# Programs have `add_arguments(parser)` and `run(args) -> int`, or `main(arguments) -> int`, which reads the rest of the
+# command line itself (Hydra-style overrides). A nested table makes a second word.
+PROGRAMS: dict[str, tuple[str, str] | dict[str, tuple[str, str]]] = {
     "train": ("verl.trainer.main_ppo", "reinforcement learning: verl train key=value ... (--help, --check)"),
     "sft": ("verl.trainer.sft_trainer", "supervised fine-tuning: verl sft key=value ... (--help, --check)"),
     "dpo": ("verl.trainer.dpo_trainer", "preference training: verl dpo key=value ... (--help, --check)"),
@@ -25,11 +26,6 @@ _OVERRIDES = {
     ),
     "merge": ("verl.model_merger", "checkpoint to a Hugging Face folder, verified"),
     "doctor": ("verl.doctor.cli", "what works on this machine: verl doctor [RUN or CONFIG] [key=value ...]"),
-}
-
-# Programs with `add_arguments(parser)` and `run(args) -> int`; a nested table makes a second word. Those without
-# `add_arguments` read the rest of the command line themselves.
-_PROGRAMS: dict[str, tuple[str, str] | dict[str, tuple[str, str]]] = {
     "demo": ("verl.demo.cli", "watch a tiny model learn, in minutes, with no download"),
     "prepare": ("verl.data.prepare.cli", "turn a known dataset into training files"),
     "data": {"inspect": ("verl.data.inspect", "what the trainer would make of a data file")},
@@ -63,26 +59,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: list[str]) -> int:
-    if arguments and arguments[0] in _OVERRIDES:
-        return importlib.import_module(_OVERRIDES[arguments[0]][0]).main(arguments[1:])
-    if arguments and arguments[0] in _PROGRAMS:
+    if arguments and arguments[0] in PROGRAMS:
         return _run_program(arguments)
     if arguments in (["--version"], ["-V"]):
-        from verl.version_report import version_report
-
-        sys.stdout.write(version_report())
+        sys.stdout.write(importlib.import_module("verl.doctor.software").version_report())
         return 0
     if arguments[:1] == ["completion"]:
         from verl.completion import main as completion
 
-        return completion(arguments[1:], {**_OVERRIDES, **_PROGRAMS})
+        return completion(arguments[1:], PROGRAMS)
     asked_for_help = not arguments or arguments[0] in ("-h", "--help", "help")
     (sys.stdout if asked_for_help else sys.stderr).write(_usage(None if asked_for_help else arguments[0]))
     return 0 if asked_for_help else 2
 
 
 def _run_program(arguments: list[str]) -> int:
-    entry, words, rest = _PROGRAMS[arguments[0]], arguments[:1], arguments[1:]
+    entry, words, rest = PROGRAMS[arguments[0]], arguments[:1], arguments[1:]
     if isinstance(entry, dict):
         if not rest or rest[0] not in entry:
             wanted = "" if not rest or rest[0].startswith("-") else f"unknown command {rest[0]!r}; "
@@ -106,8 +98,7 @@ def _run_program(arguments: list[str]) -> int:
 def _usage(unknown: str | None) -> str:
     lines = [] if unknown is None else [f"error: unknown command {unknown!r}", ""]
     lines += ["usage: verl COMMAND ...", ""]
-    lines += [f"  {name:10} {about}" for name, (_, about) in _OVERRIDES.items()]
-    for name, entry in _PROGRAMS.items():
+    for name, entry in PROGRAMS.items():
         about = (
             entry[1] if isinstance(entry, tuple) else "; ".join(f"{k}: {a}" for k, (_, a) in entry.items())
         )

@@ -16,7 +16,7 @@ import pytest
 from tests.chromium import CHROMIUM, Page, browser
 from tests.observe.big_run import N, sample, write_run, write_samples
 from verl.observe.report import write_report
-from verl.observe.token_table import SCALES, TokenTable
+from verl.observe.token_table import TokenTable
 
 STEPS, PROMPTS = 100, 125
 ATTACK = "</script><script>document.title='FIRED'</script><img src=x onerror=\"document.title='FIRED'\"><b>bold</b>"
@@ -134,12 +134,12 @@ def test_tokens_are_coloured_by_their_numbers_and_a_fork_continues_its_parent(
     ratios, mask = np.array([1.0, 2.0, 0.5]), np.array([1, 1, 0], np.uint8)
     row = {
         "code": np.array([0, 1, 2]),
-        "ratio": SCALES["ratio"].encode(np.log(ratios)),
+        "ratio": ratios,
         "advantage": np.full(3, 0.5, np.float32),
         "mask": mask,
     }
     columns = {name: np.tile(values, N) for name, values in row.items()}
-    TokenTable([b"one ", b"<b>two</b>", b"\n"], [3] * N, columns).write(fork / "rollouts" / "3.tokens")
+    TokenTable([b"one ", b"<b>two</b>", b"\n"], [3] * N, columns).write(fork / "rollouts" / "3.parquet")
     tab.open(write_report(fork, outside=True).as_uri())
     tab.go("group?run=0&kind=rollouts&step=3&uid=0", ".response")
     tab.click(".colours [data-value=ratio]")
@@ -193,9 +193,9 @@ def test_a_served_page_searches_opens_a_group_with_colours_and_follows_the_run(
     samples = {step: [sample(step, line) for line in range(2 * N)] for step in (1, 2)}
     run = write_run(tmp_path / "p" / "run", samples)
     texts, row = [b"one ", b"two"], {"code": np.array([0, 1]), "mask": np.array([1, 0], np.uint8)}
-    row["log_prob"] = SCALES["log_prob"].encode(np.array([-0.5, -5.0]))
+    row["log_prob"] = np.array([-0.5, -5.0])
     columns = {name: np.tile(values, 2 * N) for name, values in row.items()}
-    TokenTable(texts, [2] * 2 * N, columns).write(run / "rollouts" / "2.tokens")
+    TokenTable(texts, [2] * 2 * N, columns).write(run / "rollouts" / "2.parquet")
     command = [sys.executable, "-m", "verl", "view", str(run), "--serve", "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from docs.generators.config_reference import COMMANDS
-from verl.cli import _OVERRIDES, _PROGRAMS
+from verl.cli import PROGRAMS
 from verl.completion import SCRIPTS
 from verl.config.aliases import our_name
 from verl.config.keys import schema_keys
@@ -61,9 +61,9 @@ def problem(words: list[str]) -> str:
     name, rest = words[0], words[1:]
     if name == "completion":
         return "" if len(rest) == 1 and rest[0] in SCRIPTS else f"no shell {rest}"
-    if name not in _OVERRIDES and name not in _PROGRAMS:
+    if name not in PROGRAMS:
         return f"no command {name}"
-    entry = _OVERRIDES.get(name) or _PROGRAMS[name]
+    entry = PROGRAMS[name]
     if isinstance(entry, dict):
         if not rest or rest[0] not in entry:
             return f"no command {name} {rest[:1]}"

@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from verl.config import schema
+from verl.config.keys import schema_keys
 from verl.doctor import config
 from verl.doctor.finding import Finding
 from verl.errors import ConfigError, VerlError
+from verl.observe.run_facts import config_class
 from verl.observe.run_folder import RunFolder
 
 
@@ -54,6 +57,9 @@ def test_packages_and_processes_a_config_needs_are_listed(keys: list[str]) -> No
     assert set(data["needs"]) == {"ray", "peft"} and data["processes"] == 2
 
 
+CLASSES = {"rl": "PPOConfig", "sft": "SFTConfig", "dpo": "DPOConfig", "reward": "RewardTrainingConfig"}
+
+
 @pytest.mark.parametrize(
     "arguments, kind",
     [
@@ -71,7 +77,7 @@ def test_packages_and_processes_a_config_needs_are_listed(keys: list[str]) -> No
     ],
 )
 def test_the_command_is_told_by_the_keys(arguments: list[str], kind: str) -> None:
-    assert config.kind_of(arguments) == kind
+    assert config.class_of(arguments).__name__ == CLASSES[kind]
 
 
 def test_the_kind_of_a_yaml_is_told_by_its_keys(tmp_path: Path) -> None:
@@ -84,7 +90,12 @@ def test_the_kind_of_a_yaml_is_told_by_its_keys(tmp_path: Path) -> None:
     for kind, text in texts.items():
         (tmp_path / f"{kind}.yaml").write_text(text)
         arguments = ["--config-path", str(tmp_path), "--config-name", f"{kind}.yaml"]
-        assert config.kind_of(arguments) == kind
+        assert config.class_of(arguments).__name__ == CLASSES[kind]
+
+
+@pytest.mark.parametrize("name", CLASSES.values())
+def test_all_keys_of_a_command_tell_which_it_is(name: str) -> None:
+    assert config_class(schema_keys(getattr(schema, name))).__name__ == name
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from verl.observe.token_table import SCALES, TokenTable
+from verl.observe.token_table import TokenTable
 
 N = 8
 """Responses to a prompt."""
@@ -83,7 +83,7 @@ def write_big_run(folder: Path, responses: int, steps: int, words: int, tokens_e
             table = TokenTable(
                 [f" {word}".encode() for word in WORDS], [words] * each, token_columns(step, each, words)
             )
-            table.write(folder / "rollouts" / f"{step}.tokens")
+            table.write(folder / "rollouts" / f"{step}.parquet")
     write_rest(folder, list(range(1, steps + 1)))
     return folder
 
@@ -93,9 +93,9 @@ def token_columns(step: int, lines: int, words: int) -> dict[str, np.ndarray]:
     rng, tokens = np.random.default_rng(step), lines * words
     return {
         "code": np.array([codes[word] for line in range(lines) for word in drawn(step, line, words)]),
-        "log_prob": SCALES["log_prob"].encode(-rng.exponential(0.5, tokens)),
-        "entropy": SCALES["entropy"].encode(rng.exponential(0.5, tokens)),
-        "ratio": SCALES["ratio"].encode(rng.normal(0.0, 0.05, tokens)),
+        "log_prob": -rng.exponential(0.5, tokens),
+        "entropy": rng.exponential(0.5, tokens),
+        "ratio": np.exp(rng.normal(0.0, 0.05, tokens)),
         "mask": np.ones(tokens, np.uint8),
         "age": np.zeros(tokens, np.uint8),
         "advantage": np.repeat(rng.normal(size=lines), words).astype("<f4"),

@@ -15,13 +15,11 @@ from tests.observe.big_run import sample, write_run
 from tests.report_data import report_data
 from verl import cli
 from verl.errors import DataError
-from verl.observe.lineage import read_lineage
 from verl.observe.prometheus import Counts
-from verl.observe.report import write_report
-from verl.observe.run_folder import RunFolder
+from verl.observe.report import page, write_report
+from verl.observe.run_folder import RunFolder, read_lineage
 from verl.observe.token_table import TokenTable
 from verl.observe.web_data import WebData
-from verl.observe.web_page import page
 from verl.observe.web_server import WebServer
 
 
@@ -35,7 +33,7 @@ def test_of_very_many_tokens_in_a_group_the_first_are_shown(
 ) -> None:
     run = write_run(tmp_path / "p" / "run", {1: [{**sample(1, 0), "uid": "a"} for _ in range(3)]})
     table = TokenTable([b"x"], [4, 4, 4], {"code": np.zeros(12, np.int64)})
-    table.write(run / "rollouts" / "1.tokens")
+    table.write(run / "rollouts" / "1.parquet")
     monkeypatch.setattr("verl.observe.web_data.MAX_GROUP_TOKENS", 5)
     rows = asker(run)("run/0/group/rollouts/1/0.json")["rows"]
     assert [row["tokens"] is not None for row in rows] == [True, True, False]
@@ -61,7 +59,7 @@ def test_only_the_folders_that_were_given_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["rollouts/5.jsonl", "rollouts/5.tokens", "crash.txt", "metrics.jsonl", "phases"]
+    "name", ["rollouts/5.jsonl", "rollouts/5.parquet", "crash.txt", "metrics.jsonl", "phases"]
 )
 def test_links_out_of_the_run_folder_are_refused(tmp_path: Path, name: str) -> None:
     run = write_run(tmp_path / "p" / "run", {1: [sample(1, 0)]})

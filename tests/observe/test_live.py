@@ -20,9 +20,8 @@ from verl.agents.base import ToolRecord
 from verl.agents.sessions import counted_call
 from verl.config.load import load_ppo_config
 from verl.errors import RolloutError
-from verl.observe.console import StepConsole
+from verl.observe.console import StepConsole, StepProgress
 from verl.observe.live import METRICS, Live, Snapshot, live
-from verl.observe.progress import StepProgress
 from verl.observe.run_folder import RunFolder
 from verl.trainer import main_ppo
 

@@ -78,7 +78,7 @@ def test_rewinding_forgets_later_steps_only(tmp_path: Path) -> None:
         assert run.rewind(3)
         assert [row["step"] for row in run.read_metrics()] == [1, 2, 3]
         names = sorted(f.name for f in run.rollout_dir.iterdir())
-        assert names == ["1.jsonl", "2.jsonl", "2.tokens", "3.jsonl"]
+        assert names == ["1.jsonl", "2.jsonl", "2.parquet", "3.jsonl"]
 
 
 def test_samples_written_in_the_background_are_there_when_the_run_ends(tmp_path: Path) -> None:

@@ -30,14 +30,21 @@ def test_of_a_huge_file_the_end_is_read(tmp_path: Path) -> None:
     assert log.damaged == 0  # the line that was cut in two at the beginning is not counted as damage
 
 
-def test_only_the_newest_rows_and_the_first_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_many_rows_the_newest_are_kept_and_of_the_others_evenly_spread_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(run_reader, "KEPT_ROWS", 10)
     file = tmp_path / "metrics.jsonl"
-    file.write_text("".join(json.dumps({"step": step, "a": step, "b": None}) + "\n" for step in range(100)))
+    rows = [
+        {"step": step, "a": step, "b": None, **({"val/x": 1} if step == 8 else {})} for step in range(200)
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     log = MetricsLog(file)
     log.poll()
-    assert [row["step"] for row in log.rows] == list(range(90, 100)) and log.first["step"] == 0
-    assert len(log.points("a")) == 10 and log.points("b") == [] and "b" in log.names()  # measured, not finite
+    steps = [row["step"] for row in log.rows]
+    assert steps[-10:] == list(range(190, 200)) and log.first["step"] == 0
+    assert len(steps) <= 20 and len({step // 64 for step in steps}) == 4 and 8 in steps
+    assert len(log.points("a")) == len(steps) and log.points("b") == [] and "b" in log.names()  # not finite
 
 
 @given(
@@ -98,7 +105,7 @@ def uids(run: Run, **wanted: object) -> list[tuple[int, str]]:
 
 
 def test_steps_are_numbers_and_the_newest_is_the_default(run: Run) -> None:
-    assert run.rollouts.steps() == [1, 2, 10]
+    assert run.samples("rollouts").steps() == [1, 2, 10]
     assert uids(run, best=1) == [(10, "0-1")]
 
 

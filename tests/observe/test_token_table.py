@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import math
-import struct
-import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from verl.data.assemble import assemble_rollouts
 from verl.data.proto import DataProto, object_column
 from verl.errors import DataError
-from verl.observe.token_table import HIGHEST_ENTROPY, SCALES, TokenFile, TokenRow, TokenTable
+from verl.observe.token_table import TokenFile, TokenRow, TokenTable
 
 
 class Sample:
@@ -44,8 +41,8 @@ def batch_of(*samples: Sample, **tensors: torch.Tensor) -> DataProto:
 
 
 def written(table: TokenTable, folder: Path) -> TokenFile:
-    table.write(folder / "1.tokens")
-    return TokenFile(folder / "1.tokens")
+    table.write(folder / "1.parquet")
+    return TokenFile(folder / "1.parquet")
 
 
 def one(batch: DataProto, tokenizer: Any, folder: Path, *args: Any) -> TokenRow:
@@ -168,28 +165,22 @@ def test_turns_of_a_conversation_are_one_row(tiny_tokenizer: Any, tmp_path: Path
     assert [b"".join(row.texts).split() for row in found.rows()] == [[b"0", b"2"], [b"1", b"3"]]
 
 
-@given(st.floats(-20, 0), st.floats(0, HIGHEST_ENTROPY), st.floats(-4.6, 4.6))
-def test_a_scale_is_finer_near_zero(log_prob: float, entropy: float, log_ratio: float):
-    for name, value in (("log_prob", log_prob), ("entropy", entropy), ("ratio", log_ratio)):
-        scale = SCALES[name]
-        found = float(scale.decode(scale.encode(np.array([value])))[0])
-        limit, steps = abs(scale.limit), 127 if scale.signed else 254
-        # Between neighbours (n / steps)^2 and ((n + 1) / steps)^2 of the limit.
-        bound = limit * (2 * math.sqrt(abs(value) / limit) * 0.5 / steps + 0.25 / steps**2)
-        assert abs(found - value) <= bound * 1.001 + 1e-6
+def test_numbers_have_three_digits_and_end_at_their_limits(tmp_path: Path):
+    drawn = np.array([-1e-4, -0.123456, -19.876, -math.inf, math.nan])
+    columns = {
+        "code": np.zeros(5, np.int64),
+        "log_prob": drawn,
+        "ratio": np.array([1e9, 1.0, 0.5, 2.0, 1e-5]),
+    }
+    (row,) = written(TokenTable([b"x"], [5], columns), tmp_path).rows()
+    np.testing.assert_allclose(row.log_prob, [-1e-4, -0.123456, -19.876, -6e4, math.nan], rtol=1e-3)  # type: ignore[arg-type]
+    np.testing.assert_allclose(row.ratio, [6e4, 1.0, 0.5, 2.0, 1e-5], rtol=1e-2)  # type: ignore[arg-type]
 
 
-def test_a_scale_ends_at_its_limit_and_keeps_what_is_absent():
-    scale = SCALES["ratio"]
-    found = scale.decode(scale.encode(np.array([-math.inf, -99.0, 0.0, 99.0, math.inf, math.nan])))
-    low, high = -math.log(100), math.log(100)
-    np.testing.assert_allclose(found, [low, low, 0.0, high, high, math.nan], rtol=1e-6)
-
-
-def test_rows_are_found_in_their_blocks_in_any_order(
+def test_rows_are_found_in_their_row_groups_in_any_order(
     tiny_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("verl.observe.token_table.BLOCK_TOKENS", 7)
+    monkeypatch.setattr("verl.observe.token_table.ROWS_PER_GROUP", 3)
     lengths = [3, 0, 5, 9, 1, 1, 0, 4]
     samples = [
         Sample([3 + (row + k) % 9 for k in range(n)], [-0.1 * (row + 1)] * n) for row, n in enumerate(lengths)
@@ -203,66 +194,62 @@ def test_rows_are_found_in_their_blocks_in_any_order(
     assert [len(row.texts) for row in found.rows()] == lengths
 
 
-@pytest.mark.parametrize("place", ["magic", "header", "texts", "row", "end", "longer", "empty"])
+@pytest.mark.parametrize("place", ["page", "length of the footer", "end", "empty"])
 def test_a_damaged_file_is_named(place: str, tiny_tokenizer: Any, tmp_path: Path):
     batch = batch_of(Sample([3, 4, 5] * 9, [-1.0] * 27), Sample([6, 7], [-1.0] * 2))
-    path = tmp_path / "4.tokens"
+    path = tmp_path / "4.parquet"
     TokenTable.of(batch, tiny_tokenizer).write(path)
     content = bytearray(path.read_bytes())
-    header = int.from_bytes(content[8:12], "little")
-    at = {"magic": 0, "header": 20, "texts": 12 + header + 6, "row": len(content) - 3}
+    page = pq.ParquetFile(path).metadata.row_group(0).column(0)
+    at = {
+        "page": page.data_page_offset + page.total_compressed_size // 2,
+        "length of the footer": len(content) - 7,
+    }
     if place in at:
         content[at[place]] ^= 0x55
-    path.write_bytes({"end": content[:-1], "longer": content + b"x", "empty": b""}.get(place, content))
-    with pytest.raises(DataError, match=r"4\.tokens"):
+    path.write_bytes({"end": content[:-1], "empty": b""}.get(place, content))
+    with pytest.raises(DataError, match=r"4\.parquet"):
         list(TokenFile(path).rows())
 
 
-def test_a_header_that_claims_more_than_there_is_is_refused(tmp_path: Path):
-    texts = zlib.compress(b"")
-    size = len(texts)
-    for lengths, sizes, rows in (
-        ([1 << 39], [size, 1 << 39], [1]),
-        ([2], [size], [1]),
-        ([-1], [0, 0], [1]),
-        ([0, 0], [size, 0], [1]),
-        ([0], [size, 0, 0], [0, 1]),
-    ):
-        header = zlib.compress(
-            f'{{"columns":[],"lengths":{lengths},"sizes":{sizes},"texts":0,"text_bytes":0,"code_bytes":2,'
-            f'"rows":{rows}}}'.encode()
-        )
-        path = tmp_path / "1.tokens"
-        path.write_bytes(b"verltok1" + len(header).to_bytes(4, "little") + header + texts)
-        with pytest.raises(DataError, match=r"1\.tokens"):
-            list(TokenFile(path).rows())
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"log_prob": [[0.5]]},
+        {"text": [1]},
+        {"text": [[b"a"]], "log_prob": [["b"]]},
+        {"text": [[b"a"]], "mask": [[1]], "other": [[1]]},
+        {"text": [[None]]},
+        {"text": [None]},
+        {"text": [[b"a", b"b"]], "mask": pa.array([[1]], pa.list_(pa.uint8()))},
+    ],
+)
+def test_a_parquet_file_that_is_none_of_tokens_is_named(columns: dict[str, Any], tmp_path: Path):
+    types = {"text": pa.list_(pa.binary())}
+    arrays = {name: _array(values, types.get(name)) for name, values in columns.items()}
+    pq.write_table(pa.table(arrays), tmp_path / "4.parquet")
+    with pytest.raises(DataError, match=r"4\.parquet"):
+        list(TokenFile(tmp_path / "4.parquet").rows())
+
+
+def _array(values: Any, wanted: pa.DataType | None) -> pa.Array:
+    try:
+        return values if isinstance(values, pa.Array) else pa.array(values, wanted)
+    except pa.ArrowException:
+        return pa.array(values)
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path):
-    with pytest.raises(DataError, match=r"9\.tokens"):
-        TokenFile(tmp_path / "9.tokens")
+    with pytest.raises(DataError, match=r"9\.parquet"):
+        TokenFile(tmp_path / "9.parquet")
 
 
-@pytest.mark.parametrize(
-    ("change", "what"),
-    [
-        ({"texts": 1 << 29}, "536,870,912 texts"),
-        ({"text_bytes": 1 << 31}, "bytes of text"),
-        ({"lengths": [1 << 33]}, "tokens in a block"),
-    ],
-)
-def test_what_a_header_says_is_limited_before_anything_is_unpacked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], what: str
-) -> None:
-    path = tmp_path / "1.tokens"
-    TokenTable([b"a"], [1], {"code": np.array([0])}).write(path)
-    content = path.read_bytes()
-    (size,) = struct.unpack("<I", content[8:12])
-    header = {**json.loads(zlib.decompress(content[12 : 12 + size])), **change}
-    packed = zlib.compress(json.dumps(header).encode())
-    path.write_bytes(content[:8] + struct.pack("<I", len(packed)) + packed + content[12 + size :])
-    unpacked: list[Any] = []
-    monkeypatch.setattr(TokenFile, "_block", lambda self, *arguments: unpacked.append(arguments))
-    with pytest.raises(DataError, match=what):
-        TokenFile(path)
-    assert not unpacked
+def test_a_small_file_of_very_many_tokens_is_refused_before_it_is_unpacked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    count = (1 << 23) + 1
+    TokenTable([b"a"], [count], {"code": np.zeros(count, np.int64)}).write(tmp_path / "1.parquet")
+    assert (tmp_path / "1.parquet").stat().st_size < 20_000
+    monkeypatch.setattr(pq.ParquetFile, "read_row_group", None)
+    with pytest.raises(DataError, match="8,388,609 values"):
+        TokenFile(tmp_path / "1.parquet").row(0)

@@ -74,6 +74,8 @@ def test_sparkline_scales_to_its_range() -> None:
     assert sparkline([0.0, 1.0, float("nan"), 0.5]) == "▁█▅"
     assert sparkline([2.0, 2.0]) == "▁▁"
     assert sparkline([]) == ""
+    assert sparkline([0.0, 0.5, 1.0, 5.0], rows=2, marks=".|").splitlines() == ["   |", "..||"]
+    assert sparkline([0.0, 1.0, 2.0, 3.0], width=3, rows=3, marks="#").splitlines() == ["  #", " ##", "###"]
 
 
 def test_the_file_is_always_written_and_failing_trackers_are_dropped(

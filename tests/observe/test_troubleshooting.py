@@ -1,4 +1,4 @@
-"""The troubleshooting page is the table, answers every entry of the pages users know, and names what exists."""
+"""The troubleshooting page has an entry for each diagnosis, answers the questions users know, and names what exists."""
 
 from __future__ import annotations
 
@@ -17,16 +17,19 @@ from verl.config.recipes import recipe_names
 from verl.config.schema import DPOConfig, PPOConfig, RewardTrainingConfig, SFTConfig
 from verl.observe.diagnoses import DIAGNOSES
 from verl.observe.diagnoses.crashes import judge_crash
-from verl.observe.troubleshooting import page
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "troubleshooting.md"
 KINDS = (PPOConfig, SFTConfig, DPOConfig, RewardTrainingConfig)
 KEYS = {key for kind in KINDS for key in schema_keys(kind)}
 ROOTS = {key.partition(".")[0] for key in KEYS}
+REPORTED = {
+    "start": "Reported at the start as `{}`.",
+    "step": "Reported after a step as `{}`.",
+    "crash": "In `crash.txt`, as `{}`.",
+}
 DOTTED = re.compile(r"(?<![\w./-])\+{0,2}((?:[a-z][a-z_]*\.)+[a-z][a-z_]*)(?![\w/])")
 
-# Every heading or question of the troubleshooting page and of the two lists of frequent questions, with words that
-# its answer must have: the keys and commands it is answered with there.
+# Words that the answers to frequent questions must have: the keys and commands that answer them elsewhere.
 ENTRIES: dict[str, tuple[str, ...]] = {
     # troubleshooting
     "Reward increases but eval quality drops": ("algorithm.kl_ctrl.kl_coef=0.01", "length", "clipped"),
@@ -134,26 +137,104 @@ ENTRIES: dict[str, tuple[str, ...]] = {
 }
 
 
-@pytest.mark.parametrize(("entry", "words"), ENTRIES.items(), ids=lambda value: str(value)[:40])
-def test_every_entry_users_know_is_answered(entry: str, words: tuple[str, ...]) -> None:
-    answers = [each for each in DIAGNOSES if entry in each.answers]
-    assert answers
-    text = " ".join(f"{each.symptom} {each.meaning} {each.advice}" for each in answers)
-    assert [word for word in words if word not in text] == []
+# The headings of the page that answer each.
+ANSWERED_IN: dict[str, tuple[str, ...]] = {
+    "Reward function output range": ("A few rewards are far from all others",),
+    "Reward function correctness": ("All rewards are equal",),
+    "Sample diversity": (
+        "Most prompts get equal rewards for all their responses",
+        "Responses of a prompt are all the same",
+    ),
+    "Reward function not being called": ("The reward function is not called",),
+    "Reward increases but eval quality drops": ("Reward increases but validation falls",),
+    "Validation score always 0": ("Validation score always 0",),
+    "NaN loss": ("NaN loss or gradient",),
+    "KL divergence exploding": ("KL to the reference is large",),
+    "KL coefficient": ("KL to the reference is large", "The policy does not move"),
+    "Missmatch between inference and training sequence (high actor/grad_norm)": (
+        "Rollout and trainer disagree about the same tokens",
+        "Gradient norm keeps growing",
+    ),
+    "Loss oscillating or not decreasing": ("Loss oscillating", "The policy does not move"),
+    "Learning rate": ("Loss oscillating",),
+    "Model generating empty or degenerate responses": (
+        "Temperature is 0 or very high in training",
+        "Responses are empty",
+        "Responses repeat the same few tokens",
+        "Responses are cut",
+    ),
+    "Rollout is very slow": ("Rollout is very slow",),
+    "OOM during rollout (vLLM)": ("Out of memory while generating",),
+    "Rollout OOM": ("Out of memory while generating",),
+    "OOM during training": ("Out of memory while training",),
+    "CPU offloading": ("Out of memory while training",),
+    '"CUDA error" or communication error during rollout': ("CUDA error or communication error",),
+    "Illegal memory access": ("CUDA error or communication error",),
+    "Triton ``compile_module_from_src`` error": ("Triton cannot compile (`compile_module_from_src`)",),
+    '"KeyError" when loading checkpoint': (
+        '"KeyError" when loading a checkpoint, or another number of GPUs',
+    ),
+    "\"KeyError: 'prompt'\"": ("\"KeyError: 'prompt'\"",),
+    "Inconsistent behavior across nodes": ("Inconsistent behavior across nodes",),
+    '"Unable to register worker with raylet"': ("Unable to register worker with raylet",),
+    "Nodes can't communicate": ("Nodes cannot communicate",),
+    "Dependency versions": ("A package is missing or another version is installed",),
+    "OOM with large models": ("Out of memory with a large model",),
+    "What is the meaning of train batch size, mini batch size, and micro batch size?": (
+        "What are train batch size, mini-batch size and micro-batch size?",
+    ),
+    "Checkpoints": ("How is a checkpoint converted to a Hugging Face model?",),
+    "Merged model produces bad output": ("Merged model produces bad output",),
+    "Checkpoints after a crash": ("What is left of a checkpoint when a run is killed while saving?",),
+    "Implement a custom reward function": ("How is a reward function written?",),
+    "Use a reward model": ("How is a reward function written?",),
+    "Parallel reward computation": ("How is a reward function written?",),
+    "PPO or GRPO": ("PPO or GRPO?",),
+    "Which advantage estimators": ("PPO or GRPO?",),
+    "Advantage normalization": ("PPO or GRPO?",),
+    "What is DAPO": ("What is DAPO?",),
+    "Which versions and images": ("What has to be installed?",),
+    "Install without Docker": ("What has to be installed?",),
+    "How to run multi-node post-training with Ray?": ("How does a run use several nodes?",),
+    "How to use verl on a Slurm-managed cluster?": ("How does a run use several nodes?",),
+    "How to add breakpoint for debugging with distributed Ray?": (
+        "How is a breakpoint set in a process on Ray?",
+    ),
+    "How to generate ray timeline to analyse performance of a training job?": (
+        "How is the time of a run analysed?",
+    ),
+    "How to set proxy only for wandb?": ("How is a proxy set for wandb alone?",),
+    "NotImplementedError: TensorDict does not support membership checks with the `in` keyword.": (
+        "TensorDict does not support membership checks with `in`",
+    ),
+}
 
 
-def test_no_diagnosis_claims_to_answer_another_entry() -> None:
-    assert {entry for each in DIAGNOSES for entry in each.answers} == set(ENTRIES)
+def sections() -> dict[str, str]:
+    """The texts of the page by their headings, the headings included."""
+    parts = re.split(r"^### ", PAGE.read_text(), flags=re.MULTILINE)[1:]
+    return {part.partition("\n")[0]: part.partition("\n## ")[0] for part in parts}
 
 
-def test_the_page_is_the_one_made_from_the_table() -> None:
-    assert PAGE.read_text() == page(), "python -m verl.observe.troubleshooting docs/troubleshooting.md"
+def test_every_entry_users_know_is_answered() -> None:
+    answers = sections()
+    for entry, words in ENTRIES.items():
+        text = " ".join(answers[heading] for heading in ANSWERED_IN[entry])
+        assert [word for word in words if word not in text] == [], entry
+
+
+def test_the_page_has_every_diagnosis_with_its_meaning_and_no_other() -> None:
+    page = PAGE.read_text()
+    for entry in DIAGNOSES:
+        meaning = entry.meaning[0].upper() + entry.meaning[1:]
+        assert f"{meaning}. {REPORTED[entry.when].format(entry.name)}" in page, entry.name
+    named = re.findall(r"(?:Reported (?:at the start|after a step)|In `crash.txt`,) as `(\w+)`", page)
+    assert named == [entry.name for entry in DIAGNOSES]
 
 
 def advice() -> Iterator[tuple[str, str]]:
-    """Every text that advises, as the table has it and as findings with the values of a run have it."""
-    for each in DIAGNOSES:
-        yield each.name, f"{each.meaning} {each.advice}"
+    """Every text that advises: of the page, and findings with the values of a run."""
+    yield from sections().items()
     for name, cases in SICK.items():
         for case in cases:
             yield name, case.reported()[0].line

@@ -505,7 +505,7 @@ def test_an_interrupt_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:
 
 
 def test_a_prompt_is_found_in_every_epoch(finished: Path, view: Callable[..., tuple[int, str]]) -> None:
-    uid = next(open_run(finished).rollouts.rows(1))["uid"]
+    uid = next(open_run(finished).samples("rollouts").rows(1))["uid"]
     number = uid.split("-")[1]
     out = view(finished, "--id", uid)[1]
     assert out.count(f"uid 0-{number} ") == out.count(f"uid 1-{number} ") == 4

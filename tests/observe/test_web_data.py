@@ -19,8 +19,7 @@ from verl import cli
 from verl.config.load import load_ppo_config
 from verl.observe.report import write_report
 from verl.observe.token_table import TokenFile
-from verl.observe.web_data import WebData
-from verl.observe.web_tokens import whole_characters
+from verl.observe.web_data import WebData, whole_characters
 from verl.trainer.main_ppo import run as train
 
 LR = "actor_rollout_ref.actor.optim.lr"
@@ -155,7 +154,7 @@ def test_tokens_are_those_of_the_file_and_join_to_the_response(parent: Path) -> 
     ask = asker(parent)
     index = ask("run/0/index/rollouts.json")
     code = index["uid"]["codes"][index["step"].index(2)]
-    group, file = ask(f"run/0/group/rollouts/2/{code}.json"), TokenFile(parent / "rollouts" / "2.tokens")
+    group, file = ask(f"run/0/group/rollouts/2/{code}.json"), TokenFile(parent / "rollouts" / "2.parquet")
     assert len(group["rows"]) == 4 and group["tokens_note"] == ""
     for row in group["rows"]:
         tokens, recorded = row["tokens"], file.row(row["line"])
@@ -286,7 +285,7 @@ def test_a_run_without_tokens_phases_and_config_opens(parent: Path, tmp_path: Pa
     old = Path(shutil.copytree(parent, tmp_path / "project" / "old"))
     shutil.rmtree(old / "phases")
     (old / "config.yaml").unlink()
-    for file in old.glob("rollouts/*.tokens"):
+    for file in old.glob("rollouts/*.parquet"):
         file.unlink()
     (old / "health.jsonl").write_text('{"step": 2, "rule": "old", "line": "kl is 7.5. Set lr"}\n')
     ask = asker(old)
@@ -294,10 +293,11 @@ def test_a_run_without_tokens_phases_and_config_opens(parent: Path, tmp_path: Pa
     assert summary["config"] == {} and summary["config_changes"] == []
     assert summary["notes"] == ["there is no config.yaml"]
     assert "kl is 7.5. Set lr" in [found["seen"] for found in summary["findings"]]
-    group = ask(
-        "run/0/group/rollouts/3/" + str(ask("run/0/index/rollouts.json")["uid"]["codes"][-1]) + ".json"
-    )
+    group_path = f"run/0/group/rollouts/3/{ask('run/0/index/rollouts.json')['uid']['codes'][-1]}.json"
+    group = ask(group_path)
     assert not group["tokens"] and "trainer.token_data=True" in group["tokens_note"]
+    (old / "rollouts" / "3.tokens").write_bytes(b"verltok1")
+    assert "written by an earlier version" in ask(group_path)["tokens_note"]
     spans = ask("run/0/timeline.json")["spans"]
     steps = {span[4]: span[3] - span[2] for span in spans if span[1] == "step"}
     timed = {row["step"]: row["timing_s/step"] for row in read_metrics(old) if "timing_s/step" in row}
@@ -309,16 +309,16 @@ def test_damaged_tokens_leave_the_colours_of_their_step_out_and_say_so(
     parent: Path, tmp_path: Path, damage: str
 ) -> None:
     copy = Path(shutil.copytree(parent, tmp_path / "project" / "run"))
-    file = copy / "rollouts" / "2.tokens"
+    file = copy / "rollouts" / "2.parquet"
     content = bytearray(file.read_bytes())
     if damage == "one byte of a row":
-        content[-3] ^= 0xFF
+        content[len(content) // 3] ^= 0xFF
     file.write_bytes(bytes(content[:-9]) if damage == "cut" else b"other" if "format" in damage else content)
     ask = asker(copy)
     index = ask("run/0/index/rollouts.json")
     last = len(index["step"]) - 1 - index["step"][::-1].index(2)
     group = ask(f"run/0/group/rollouts/2/{index['uid']['codes'][last]}.json")
-    assert "2.tokens" in group["tokens_note"] and group["rows"][-1]["tokens"] is None
+    assert "2.parquet" in group["tokens_note"] and group["rows"][-1]["tokens"] is None
     assert [row["response"] for row in group["rows"]] == [
         samples(copy, "rollouts", 2)[row["line"]]["response"] for row in group["rows"]
     ]

@@ -20,11 +20,10 @@ from verl.config.help import help_text
 from verl.errors import CommandAnswered
 
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAMS = {**cli._OVERRIDES, **cli._PROGRAMS}
 
 
 def complete(line: str) -> list[str]:
-    return [word for word, _ in suggest(line.split(" "), PROGRAMS)]
+    return [word for word, _ in suggest(line.split(" "), cli.PROGRAMS)]
 
 
 def run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -106,7 +105,7 @@ def test_every_command_can_be_completed_without_torch() -> None:
         "import sys\n"
         "from verl import cli\n"
         "from verl.completion import suggest\n"
-        "programs = {**cli._OVERRIDES, **cli._PROGRAMS}\n"
+        "programs = cli.PROGRAMS\n"
         "for name, entry in programs.items():\n"
         "    for words in ([name, sub] for sub in entry) if isinstance(entry, dict) else [[name]]:\n"
         "        first = [word for word, _ in suggest([*words, ''], programs)] if name in ('ckpt', 'merge') else []\n"

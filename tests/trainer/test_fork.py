@@ -14,7 +14,7 @@ from tests.tiny_run import read_metrics, tiny_run, untimed
 from verl import cli
 from verl.config.load import load_ppo_config
 from verl.config.sources import load_yaml
-from verl.observe.lineage import read_lineage
+from verl.observe.run_folder import read_lineage
 from verl.trainer.main_ppo import run as train
 from verl.trainer.recorded import open_recorded
 

@@ -138,12 +138,13 @@ def test_other_weights_in_the_model_folder_are_found(
 def test_the_cause_is_the_earliest_thing_that_differs(
     recorded: Path, change: dict[str, Any], name: str, cause: str, tmp_path: Path
 ) -> None:
+    from verl.observe.run_reader import Run
     from verl.trainer.compare import Files, compare
 
     shutil.copytree(recorded / "run", tmp_path / "run")
     edit_row(tmp_path / "run" / "rollouts" / "2.jsonl", 1, lambda row: row.update(change))
     edit_row(tmp_path / "run" / "rollouts" / "2.jsonl", 0, lambda row: row.update(reward_extra=1))
-    found = compare(Files.of(tmp_path / "run"), Files.of(recorded / "run"), range(4), samples=True)
+    found = compare(Files.of(Run(tmp_path / "run")), Files.of(Run(recorded / "run")), range(4), samples=True)
     assert found.difference is not None and found.difference.step == 2
     assert found.difference.name.startswith(name) and found.difference.cause == cause
 

@@ -1,4 +1,4 @@
-"""`rollouts/{step}.tokens` of real runs: the numbers of the update in the order of the samples."""
+"""`rollouts/{step}.parquet` of real runs: the numbers of the update in the order of the samples."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_numbers_are_those_of_the_first_pass_over_each_row(watch, tiny_tokenizer
         *SEVERAL, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=3", "trainer.total_training_steps=1"
     )
     batch, rows = seen.batches[1], samples(seen.folder, 1)
-    file = TokenFile(seen.folder / "rollouts/1.tokens")
+    file = TokenFile(seen.folder / "rollouts/1.parquet")
     assert len(file) == len(rows) == len(batch) == 32
     moved = []
     for at, (row, sample) in enumerate(zip(file.rows(), rows, strict=True)):
@@ -90,7 +90,7 @@ def test_a_micro_batch_that_did_not_fit_is_there_once(watch, monkeypatch):
     monkeypatch.setattr(MicroBatchRunner, "_train_rows", too_small)
     seen = watch("trainer.total_training_steps=1", folder="small")
     assert failed
-    files = [TokenFile(run.folder / "rollouts/1.tokens") for run in (plain, seen)]
+    files = [TokenFile(run.folder / "rollouts/1.parquet") for run in (plain, seen)]
     for one, two in zip(files[0].rows(), files[1].rows(), strict=True):
         np.testing.assert_allclose(one.log_prob, two.log_prob, atol=0.05)
         np.testing.assert_allclose(one.entropy, two.entropy, atol=0.05)
@@ -98,16 +98,16 @@ def test_a_micro_batch_that_did_not_fit_is_there_once(watch, monkeypatch):
 
 def test_steps_that_train_only_the_critic_have_what_the_rollout_gave(watch):
     seen = watch("algorithm.adv_estimator=gae", "trainer.critic_warmup=1", "trainer.total_training_steps=1")
-    row = next(TokenFile(seen.folder / "rollouts/1.tokens").rows())
+    row = next(TokenFile(seen.folder / "rollouts/1.parquet").rows())
     drawn = seen.batches[1].batch["rollout_log_probs"][0, : len(row.texts)].numpy()
     assert row.entropy is None
     np.testing.assert_allclose(row.log_prob, drawn, atol=0.05)
 
 
 def test_what_cannot_be_written_does_not_stop_the_run(watch, monkeypatch, caplog):
-    monkeypatch.setattr("verl.observe.token_table.MAGIC", None)
+    monkeypatch.setattr("verl.observe.token_table.COLUMNS", None)
     seen = watch()
-    assert "samples could not be written: TypeError" in caplog.text
+    assert "samples could not be written: AttributeError" in caplog.text
     assert len(seen.rows) >= 2 and len(samples(seen.folder, 2)) == 32
 
 

@@ -25,7 +25,7 @@ LAYOUTS = {
 
 
 def tokens_of(folder: Path) -> TokenFile:
-    return TokenFile(folder / "rollouts" / "1.tokens")
+    return TokenFile(folder / "rollouts" / "1.parquet")
 
 
 def test_ranks_give_the_numbers_of_one_process(train, joined):

@@ -57,11 +57,9 @@ def run(args: argparse.Namespace) -> int:
     from verl.demo import show
     from verl.demo.data import write_files
     from verl.demo.model import build_model_folder
-    from verl.runtime import quiet_transformers
     from verl.trainer import main_ppo, sft_trainer
 
-    quiet_transformers()
-    _use_one_thread()
+    _prepare_libraries()
     show.line(
         "A tiny language model learns to answer word problems: no download, a few minutes, two CPU cores."
     )
@@ -111,11 +109,9 @@ def write_example_files(wanted: Path, seed: int) -> int:
     from verl.demo.data import write_files, write_pairs
     from verl.demo.model import build_model_folder
     from verl.demo.show import line
-    from verl.runtime import quiet_transformers
     from verl.trainer import sft_trainer
 
-    quiet_transformers()
-    _use_one_thread()
+    _prepare_libraries()
     build_model_folder(out / "model", seed)
     files = write_files(out, seed)
     write_pairs(out, seed)
@@ -192,11 +188,14 @@ def require_finished(result: RunResult, steps: int) -> RunResult:
     return result
 
 
-def _use_one_thread() -> None:
-    """Threads that wait for each other at every small product are slow on busy cores, and one thread gives the same
-    sums on any number of cores."""
+def _prepare_libraries() -> None:
+    """Use one thread: threads that wait for each other at every small product are slow on busy cores, and one thread
+    gives the same sums on any number of cores."""
     import torch
 
+    from verl.runtime import quiet_transformers
+
+    quiet_transformers()
     torch.set_num_threads(1)
 
 

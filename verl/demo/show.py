@@ -13,14 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.data.tasks.word_problems import PLANS, Plan
-from verl.demo.curve import Curve
-from verl.observe.console import StepConsole, shared_console
+from verl.observe.console import StepConsole, shared_console, sparkline
 from verl.observe.jsonl import read_jsonl
-from verl.observe.trackers import register_tracker
+from verl.observe.trackers import Tracker, register_tracker
 
 if TYPE_CHECKING:
-    from rich.text import Text
-
     from verl.observe.run_folder import RunFolder
 
 _KINDS = {
@@ -101,36 +98,29 @@ def examples(before: Sequence[Answer], after: Sequence[Answer]) -> list[tuple[An
     return chosen
 
 
-class DemoTracker:
-    """Every step as a chart in the live display; in piped output lines for the first, the last and about twelve steps
-    between, and the chart of rewards at the end."""
+class DemoTracker(Tracker):
+    """Every step with a curve in the live display; in piped output lines for the first, the last and about twelve steps
+    between, and the curve of rewards at the end."""
 
     def __init__(self, total_steps: int, title: str) -> None:
-        self.curve = Curve(total_steps)
-        self.console = StepConsole(total_steps, live=True, title=title, curve=self._draw)
-        self.watched = shared_console().is_terminal
-        self.total = total_steps
-        self.every = max(1, total_steps // 12)
-
-    def _draw(self) -> Text | None:
         console = shared_console()
         rows = 11 if console.height >= 24 else 5
-        return self.curve.draw(min(console.width - 4, 120), rows, ascii_only=console.options.ascii_only)
+        self.console = StepConsole(total_steps, live=True, title=title, rows=rows)
+        self.watched = console.is_terminal
+        self.total = total_steps
+        self.every = max(1, total_steps // 12)
+        self.rewards: list[float] = []
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        self.curve.add(step, metrics)
+        self.rewards += [metrics["reward/mean"]] if "reward/mean" in metrics else []
         if self.watched or step in (0, 1, self.total) or step % self.every == 0:
             self.console.log(step, metrics)
 
-    def log_samples(self, step: int, rows: list[Mapping[str, Any]]) -> None:
-        return None
-
     def close(self) -> None:
         self.console.close()
-        if self.watched or self.curve.offline:
-            return
-        if (chart := self.curve.draw(72, 9, ascii_only=True)) is not None:
-            line(chart.plain)
+        rewards = self.rewards
+        if rewards and not self.watched:
+            line(f"\nreward {rewards[0]:.2f} -> {rewards[-1]:.2f}\n{sparkline(rewards, 72, 9, '.:|')}")
 
 
 @register_tracker("demo")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -15,48 +15,31 @@ TRIED_ROWS = 64
 _SCORED_ROWS = 4
 
 
-_KINDS = {
-    "rl": ("PPOConfig", "reinforcement learning"),
-    "sft": ("SFTConfig", "fine-tuning"),
-    "dpo": ("DPOConfig", "preference training"),
-    "reward": ("RewardTrainingConfig", "training of a reward model"),
+_TRAINING = {
+    "PPOConfig": "reinforcement learning",
+    "SFTConfig": "fine-tuning",
+    "DPOConfig": "preference training",
+    "RewardTrainingConfig": "training of a reward model",
 }
-_REWARD_KEYS = {"data.margin_key", "algorithm.margin", "algorithm.center_rewards_coefficient"}
-_PAIR_KEYS = {"data.chosen_key", "data.rejected_key"}
 
 
-def kind_of(arguments: list[str]) -> str:
-    """Which command a command line, or the YAML it names, is for: rl, sft, dpo or reward."""
+def class_of(arguments: list[str]) -> type[Any]:
+    """The config of the command that a command line, or the YAML it names, is for."""
     from verl.config.sources import parse_command_line, read_yaml
+    from verl.observe.run_facts import config_class
 
     line = parse_command_line(arguments)
     keys = {override.lstrip("+~").partition("=")[0] for override in line.overrides}
     for section, value in read_yaml(line.config_path, line.config_name).items():
         keys |= {f"{section}.{name}" for name in value} if isinstance(value, dict) else {section}
-    return kind_of_keys(keys)
-
-
-def kind_of_keys(keys: Collection[str]) -> str:
-    from verl.config.keys import schema_keys
-    from verl.config.schema import DPOConfig, PPOConfig
-
-    sections = {key.partition(".")[0] for key in keys}
-    if sections & {"actor_rollout_ref", "critic", "implicit_reward", "reward"}:
-        return "rl"
-    if _REWARD_KEYS & set(keys):
-        return "reward"
-    preference = {name for name in schema_keys(DPOConfig) if name.startswith("algorithm.")}
-    if (_PAIR_KEYS | (preference - set(schema_keys(PPOConfig)))) & set(keys):
-        return "dpo"
-    return "sft" if sections & {"model", "optim", "checkpoint"} and "algorithm" not in sections else "rl"
+    return config_class(keys)
 
 
 @cache
 def _config(*arguments: str) -> Any:
-    from verl.config import schema
     from verl.config.load import load_config
 
-    return load_config(getattr(schema, _KINDS[kind_of(list(arguments))][0]), list(arguments))
+    return load_config(class_of(list(arguments)), list(arguments))
 
 
 def config(arguments: list[str]) -> Iterator[Finding]:
@@ -77,7 +60,7 @@ def config(arguments: list[str]) -> Iterator[Finding]:
         problems = str(error).splitlines()
     yield from (Finding("config", "fatal", line, data=data) for line in problems)
     if not problems:
-        kind = _KINDS[kind_of(arguments)][1]
+        kind = _TRAINING[type(cfg).__name__]
         seen = f"{kind} on {result.device.name}, {processes} process(es): keys and batches are valid"
         yield Finding("config", "ok", seen, data=data)
     yield from (Finding("plan", "warning", line) for line in warnings(result) if line not in problems)
@@ -132,7 +115,7 @@ def model(arguments: list[str]) -> Iterator[Finding]:
         yield Finding("tokenizer", "note", seen, "data.chat_template=FILE, or data.apply_chat_template=never")
     try:
         opened = open_causal_lm
-        if kind_of(arguments) == "reward":
+        if class_of(arguments).__name__ == "RewardTrainingConfig":
             opened = partial(open_value_model, reward=True)
         empty_model, _ = opened(section.path, dtype=torch.float32, **options)
     except CannotStream as reason:
@@ -159,7 +142,7 @@ def _in_cache(name: str) -> bool:
 @cache
 def _dataset(key: str, *arguments: str) -> tuple[Any, int]:
     """The dataset of the first rows, and the number of all."""
-    from verl.config.schema import PreferenceConfig
+    from verl.config.schema import PreferenceConfig, SFTConfig
     from verl.data.files import Rows, read_rows
     from verl.data.preference_dataset import PreferenceDataset, use_of
     from verl.data.rl_dataset import RLDataset
@@ -171,7 +154,7 @@ def _dataset(key: str, *arguments: str) -> tuple[Any, int]:
     # Rows without a file behind them: their lengths are not written to the cache.
     first = Rows.from_list(rows[: min(TRIED_ROWS, len(rows))], name=rows.names[0])
     settings = dataclasses.replace(cfg.data, shuffle=False)
-    kind: Any = SFTDataset if kind_of(list(arguments)) == "sft" else RLDataset
+    kind: Any = SFTDataset if isinstance(cfg, SFTConfig) else RLDataset
     if isinstance(cfg, PreferenceConfig):
         kind = partial(PreferenceDataset, use=use_of(cfg))
     return kind(settings, first, _tokenizer(*arguments), training=training), len(rows)
@@ -215,9 +198,9 @@ def reward(arguments: list[str]) -> Iterator[Finding]:
     from verl.reward.managers import FunctionRewardManager
     from verl.trainer.assembly import perfect_answer
 
-    if kind_of(arguments) != "rl":
-        return
     cfg = _config(*arguments)
+    if not hasattr(cfg, "reward"):
+        return
     section = dataclasses.replace(cfg.reward, num_workers=1, reward_model=type(cfg.reward.reward_model)())
     named = section.custom_reward_function.path or section.functions or section.judge.base_url
     if cfg.reward.reward_model.enable and not named:

@@ -1,4 +1,4 @@
-"""Probes of Python, packages, GPUs, the host name and a Ray cluster."""
+"""Probes of Python, packages, GPUs, the host name and a Ray cluster; `verl --version`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,12 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
 
+from verl import __version__
 from verl.doctor.finding import Finding, Status, one_line, size
 from verl.requirements import PackageRequirement, install_command, installed_version
 
@@ -216,3 +220,62 @@ def ray_cluster(address: str | None = None) -> Iterator[Finding]:
         cpus, gpu_count = resources.get("CPU", 0), resources.get("GPU", 0)
         seen = f"{address}: {len(nodes)} nodes, {cpus:g} CPUs, {gpu_count:g} GPUs"
         yield Finding("ray cluster", "ok", seen, data={"nodes": len(nodes), "gpus": gpu_count})
+
+
+# -- `verl --version` ---------------------------------------------------------------------------------------------
+
+_REPORTED = (
+    "torch", "transformers", "triton", "ray", "vllm", "sglang", "megatron-core", "peft",
+    "safetensors", "pyarrow", "numpy", "hydra-core", "omegaconf",
+)  # fmt: skip
+
+
+def version_report() -> str:
+    """The versions a bug report needs, a line each. Nothing of what it names is imported, so it answers at once, also
+    where a package is broken."""
+    lines = [f"verl {__version__}{_checkout()}", f"python {platform.python_version()}"]
+    lines.append(f"platform {platform.platform()}")
+    for name in _REPORTED:
+        version = installed_version(name)
+        build = _torch_build() if name == "torch" and version else ""
+        lines.append(f"{name} {version or 'not installed'}{build}")
+    return "\n".join([*lines, *_gpu_lines()]) + "\n"
+
+
+def _checkout() -> str:
+    """The commit, where verl runs from a git checkout."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / "pyproject.toml").is_file() or not (root / ".git").exists():
+        return ""
+    return f" (checkout, commit {_printed('git', '-C', str(root), 'describe', '--always', '--dirty') or 'unknown'})"
+
+
+def _torch_build() -> str:
+    """What torch was built for, from its version.py: importing torch takes seconds."""
+    try:
+        text = Path(str(metadata.distribution("torch").locate_file("torch/version.py"))).read_text("utf-8")
+    except OSError:
+        return ""
+    for name, label in (("cuda", "CUDA"), ("hip", "ROCm")):
+        if found := re.search(rf"^{name}\b.*=\s*'([^']+)'", text, flags=re.MULTILINE):
+            return f" (built for {label} {found[1]})"
+    return " (built for CPU)"
+
+
+def _gpu_lines() -> list[str]:
+    if shutil.which("nvidia-smi") is None:
+        return ["gpu none (no nvidia-smi)"]
+    listed = _printed("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
+    lines = []
+    for line, count in Counter(listed.splitlines()).items():
+        *about, driver = (cell.strip() for cell in line.split(","))
+        lines.append(f"gpu {count} x {', '.join(about)}, driver {driver}")
+    return lines or ["gpu unknown (nvidia-smi fails)"]
+
+
+def _printed(*command: str) -> str:
+    """What a program prints, or nothing where it fails."""
+    try:
+        return _ask(*command).strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""

@@ -24,6 +24,19 @@ CLOSE_S = 120.0
 _given_up: set[str] = set()
 
 
+class Tracker(Protocol):
+    """Takes the metrics of a step and, where it can show them, samples of validation. A subclass inherits that nothing
+    is done with samples and at the end."""
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None: ...
+
+    def log_samples(self, step: int, rows: list[Any]) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
+
+
 class Service(Protocol):
     """Takes the numbers of a step and samples of validation (one row at least)."""
 
@@ -35,7 +48,7 @@ class Service(Protocol):
         """`failed`: the run ended with an error."""
 
 
-class Background:
+class Background(Tracker):
     """A tracker that feeds a service. What the service raised is raised by the next call."""
 
     def __init__(self, name: str, service: Service) -> None:
@@ -47,8 +60,8 @@ class Background:
         self._thread.start()
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        numbers = _numbers(metrics)
-        self._put(lambda: self._service.log(step, numbers))
+        values = numbers(metrics)
+        self._put(lambda: self._service.log(step, values))
 
     def log_samples(self, step: int, rows: list[Any]) -> None:
         if rows:
@@ -100,7 +113,8 @@ def leave_given_up(code: int) -> None:
         os._exit(code)
 
 
-def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Those of the metrics that a float can hold."""
     found = {}
     for name, value in metrics.items():
         with suppress(OverflowError):  # an integer above what a float can hold

@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -24,7 +25,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 from verl.observe.diagnoses.base import validation_summary
-from verl.observe.progress import StepProgress
+from verl.observe.live import Snapshot, live
 from verl.observe.terminal import SafeStream, escape_control, protect_terminal, raw
 
 if TYPE_CHECKING:
@@ -50,6 +51,10 @@ _COLUMNS: tuple[tuple[tuple[str, ...], str, str], ...] = (
 _SPARKS = "▁▂▃▄▅▆▇█"
 LINE_S = 30.0
 """Between two lines of piped output."""
+RATE_S = 10.0
+"""Tokens per second are those of the last so many seconds."""
+_OUTER = "step"
+"""The phase that contains the others."""
 
 
 class SafeConsole(Console):
@@ -113,19 +118,79 @@ def step_line(step: int, metrics: Mapping[str, Any], total_steps: int | None = N
     return "  ".join(parts)
 
 
-def sparkline(values: list[float], width: int = 40) -> str:
-    """The newest `width` values of a metric in one line of text, scaled to their range."""
+def sparkline(values: list[float], width: int = 40, rows: int = 1, marks: str = _SPARKS) -> str:
+    """The newest `width` values of a metric as columns in `rows` lines of text, scaled to their range."""
     shown = [v for v in values if math.isfinite(v)][-width:]
     if not shown:
         return ""
-    low, high = min(shown), max(shown)
-    scale = (len(_SPARKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_SPARKS[round((v - low) * scale)] for v in shown)
+    low, high, count = min(shown), max(shown), len(marks)
+    scale = (rows * count - 1) / (high - low) if high > low else 0.0
+    heights = [round((v - low) * scale) for v in shown]
+    lines = (
+        "".join(" " if height < floor else marks[min(height - floor, count - 1)] for height in heights)
+        for floor in range((rows - 1) * count, -1, -count)
+    )
+    return "\n".join(lines)
+
+
+class StepProgress:
+    """Called by one thread, every few seconds or more often."""
+
+    def __init__(
+        self,
+        snapshots: Callable[[], list[Snapshot]] = live.everything,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._snapshots, self._clock = snapshots, clock
+        self._drawn: deque[tuple[float, float]] = deque()
+
+    def line(self) -> str:
+        """`gen 42 s  63/128 responses  1,234 tok/s  waiting for 3 sequences ...`; empty where nothing runs."""
+        snapshots, now = self._snapshots(), self._clock()
+        rate = self._rate(_sum(snapshots, "generated_tokens_total"), now)
+        phases = [(name, since) for name, since in snapshots[0].phases.items() if name != _OUTER]
+        if not phases:
+            return ""
+        name, since = phases[-1]
+        parts = [f"{name} {max(now - since, 0):.0f} s"]
+        running = _sum(snapshots, "sequences_running")
+        wanted, done = _sum(snapshots, "responses_wanted"), _sum(snapshots, "responses_done")
+        if name == "gen" or running:
+            if wanted:
+                parts.append(f"{min(done, wanted):,.0f}/{wanted:,.0f} responses")
+            parts.append(f"{rate:,.0f} tok/s")
+        waiting = waits(snapshots)
+        return "  ".join(parts) + (f"  waiting for {', '.join(waiting)}" if waiting else "")
+
+    def _rate(self, tokens: float, now: float) -> float:
+        self._drawn.append((now, tokens))
+        while len(self._drawn) > 2 and self._drawn[1][0] <= now - RATE_S:
+            self._drawn.popleft()
+        since, before = self._drawn[0]
+        return max(tokens - before, 0.0) / (now - since) if now > since else 0.0
+
+
+def waits(snapshots: list[Snapshot]) -> list[str]:
+    """What has to end before the phase does."""
+    longest = max(snapshot.values.get("longest_response_tokens", 0.0) for snapshot in snapshots)
+    known = f", the longest with {longest:,.0f} tokens" if longest else ""
+    counted = (
+        ("sequences_running", f"response being generated{known}", f"responses being generated{known}"),
+        ("sequences_waiting", "sequence not yet started", "sequences not yet started"),
+        ("tool_calls_waiting", "tool call", "tool calls"),
+        ("rewards_waiting", "reward", "rewards"),
+    )
+    numbers = [(_sum(snapshots, name), one, many) for name, one, many in counted]
+    return [f"{number:,.0f} {one if number == 1 else many}" for number, one, many in numbers if number > 0]
+
+
+def _sum(snapshots: list[Snapshot], name: str) -> float:
+    return sum(snapshot.values.get(name, 0.0) for snapshot in snapshots)
 
 
 class StepConsole:
-    """Shows steps as they finish. `live=True` asks for the live display, which needs a terminal; `curve` draws the
-    steps so far in it, by default a line of the reward or the loss."""
+    """Shows steps as they finish. `live=True` asks for the live display, which needs a terminal and has a curve
+    of the reward or the loss, `rows` lines high."""
 
     def __init__(
         self,
@@ -134,13 +199,13 @@ class StepConsole:
         live: bool = False,
         title: str = "training",
         console: Console | None = None,
-        curve: Callable[[], RenderableType | None] | None = None,
+        rows: int = 1,
     ) -> None:
         self.console = console or shared_console()
-        self._curve = curve or self._sparkline
         self.total_steps = total_steps
         self.title = title
-        self._rewards: list[float] = []
+        self._curve: list[float] = []
+        self._rows = rows
         self._last = ""
         self._step = 0
         self._live: Live | None = None
@@ -166,7 +231,7 @@ class StepConsole:
         line = step_line(step, metrics, self.total_steps)
         curve = metrics.get("reward/mean", metrics.get("train/loss"))
         if curve is not None:
-            self._rewards.append(float(curve))
+            self._curve.append(float(curve))
         if self._live is None:
             self._shown_at = time.monotonic()
             self.console.print(Text(line))
@@ -184,9 +249,6 @@ class StepConsole:
             self._live.stop()
             self._live = None
 
-    def _sparkline(self) -> RenderableType | None:
-        return Text(sparkline(self._rewards, 60), style="cyan") if len(self._rewards) > 1 else None
-
     def _panel(self) -> Any:
         from rich.panel import Panel
         from rich.progress_bar import ProgressBar
@@ -194,23 +256,20 @@ class StepConsole:
         rows: list[Any] = [Text(self._last or "starting ...", overflow="fold")]
         if now := self._progress.line():
             rows.append(Text(now, style="dim", overflow="fold"))
-        if (curve := self._curve()) is not None:
-            rows.append(curve)
+        if len(self._curve) > 1:
+            rows.append(Text(sparkline(self._curve, 60, self._rows), style="cyan"))
         if self.total_steps:
             rows.append(ProgressBar(total=self.total_steps, completed=self._step))
         return Panel(Group(*rows), title=Text(self.title), title_align="left")
 
 
 def _format(form: str, value: float) -> str:
+    """A number that would be shown as zero and is not has an exponent."""
     if not math.isfinite(value):
         return str(value)
-    small = form.endswith(("f}",)) and value != 0 and abs(value) < 0.5 * 10 ** -_decimals(form)
-    return f"{value:.1e}" if small else form.format(value)
-
-
-def _decimals(form: str) -> int:
-    digits = form.split(".")[-1].rstrip("f}s")
-    return int(digits) if digits.isdigit() else 0
+    shown = form.format(value)
+    vanished = form.endswith("f}") and value != 0 and not set(shown) & set("123456789")
+    return f"{value:.1e}" if vanished else shown
 
 
 class Counter:

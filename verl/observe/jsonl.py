@@ -130,6 +130,12 @@ def _integer(text: str) -> int | float:
     return int(text) if len(text) < 300 else float(text)
 
 
+def number_or_nan(value: Any) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        return math.nan
+    return float(value)
+
+
 def jsonable(value: Any) -> Any:
     """The same value in the types JSON knows."""
     if value is None or isinstance(value, (str, bool, int)):

@@ -29,6 +29,7 @@ from prometheus_client.registry import Collector
 from verl import __version__, http_server
 from verl.errors import ConfigError
 from verl.json_input import read_json
+from verl.observe.background import Tracker, numbers
 from verl.observe.live import METRICS, Snapshot, live
 
 _FAMILIES: dict[str, type[Metric]] = {
@@ -69,10 +70,9 @@ class Counts:
         before = self._before.get(key, [])
         if len(before) == len(values):
             values = [old + new for old, new in zip(before, values, strict=True)]
-        # Of two scrapes at a time the later one may have taken its numbers first.
-        last = self._now.get(key, values)
-        last = last if len(last) == len(values) else values
-        self._now[key] = [max(pair) for pair in zip(last, values, strict=True)]
+        # Of two scrapes at a time the later one may have taken its numbers first; a rank may have started again.
+        last = self._now.get(key, [])
+        self._now[key] = list(map(max, last, values)) if len(last) == len(values) else values
         return self._now[key]
 
     def save(self) -> None:
@@ -85,11 +85,27 @@ class Counts:
             os.replace(temporary, self._path)
 
 
-class RunNumbers(Collector):
-    """Everything the endpoint serves."""
+class _Handler(http_server.Handler, MetricsHandler):
+    timeout = idle_s = 10.0
+
+    def do_GET(self) -> None:
+        if urlsplit(self.path).path in ("/metrics", "/"):
+            super().do_GET()
+        else:
+            self.send_error(404, explain="metrics are at /metrics")
+
+
+class PrometheusTracker(Tracker, Collector):
+    """A tracker that answers scrapes from its own threads. `folder`: where counts are kept for a resumed run."""
 
     def __init__(
-        self, project: str, experiment: str, folder: Path | None = None, device: str = "auto"
+        self,
+        host: str,
+        port: int,
+        project: str,
+        experiment: str,
+        folder: Path | None = None,
+        device: str = "auto",
     ) -> None:
         self._run = {"project": project, "experiment": experiment}
         self._build = {
@@ -102,15 +118,27 @@ class RunNumbers(Collector):
         self._newest: dict[str, float] = {}
         self._counts = Counts(None if folder is None else folder / "counters.json")
         self._lock = threading.Lock()
+        registry = CollectorRegistry(auto_describe=False)
+        try:
+            self.server = http_server.Server(host, port, _Handler.factory(registry))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot serve metrics at {host}:{port}: {error.strerror or error}. Set trainer.prometheus.port to a "
+                f"free port, {http_server.free_port()} for example, or trainer.prometheus.enable=False."
+            ) from None
+        registry.register(self)
+        self.port = int(self.server.server_address[1])
+        self._thread = threading.Thread(target=self.server.serve_forever, name="prometheus", daemon=True)
+        self._thread.start()
 
-    def update(self, metrics: Mapping[str, Any]) -> None:
-        """The metrics of the newest step."""
-        values = {}
-        for name, value in sorted(metrics.items()):
-            with contextlib.suppress(OverflowError):  # an integer above what a float can hold
-                if isinstance(value, (int, float)):
-                    values[name] = float(value)
-        self._newest = values
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self._newest = dict(sorted(numbers(metrics).items()))
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+        self.server.close_connections()
+        self._thread.join(timeout=5)
 
     def collect(self) -> Iterator[Metric]:
         snapshots = live.everything()  # asks other processes: outside of the lock
@@ -176,52 +204,3 @@ def _device(wanted: str) -> str:
     import torch
 
     return ("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted
-
-
-class _Handler(http_server.Handler, MetricsHandler):
-    timeout = idle_s = 10.0
-
-    def do_GET(self) -> None:
-        if urlsplit(self.path).path in ("/metrics", "/"):
-            super().do_GET()
-        else:
-            self.send_error(404, explain="metrics are at /metrics")
-
-
-class PrometheusTracker:
-    """A tracker that answers scrapes from its own threads. `folder`: where counts are kept for a resumed run."""
-
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        project: str,
-        experiment: str,
-        folder: Path | None = None,
-        device: str = "auto",
-    ) -> None:
-        self._numbers = RunNumbers(project, experiment, folder, device)
-        registry = CollectorRegistry(auto_describe=False)
-        try:
-            self.server = http_server.Server(host, port, _Handler.factory(registry))
-        except OSError as error:
-            raise ConfigError(
-                f"cannot serve metrics at {host}:{port}: {error.strerror or error}. Set trainer.prometheus.port to a "
-                f"free port, {http_server.free_port()} for example, or trainer.prometheus.enable=False."
-            ) from None
-        registry.register(self._numbers)
-        self.port = int(self.server.server_address[1])
-        self._thread = threading.Thread(target=self.server.serve_forever, name="prometheus", daemon=True)
-        self._thread.start()
-
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        self._numbers.update(metrics)
-
-    def log_samples(self, step: int, rows: list[Any]) -> None:
-        return None
-
-    def close(self) -> None:
-        self.server.shutdown()
-        self.server.server_close()
-        self.server.close_connections()
-        self._thread.join(timeout=5)

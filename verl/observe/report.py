@@ -1,4 +1,4 @@
-"""`report.html`: a run in one file that needs no network.
+"""`report.html`: a run in one file that needs no network, and the page that it shares with the server.
 
 The data is embedded compressed, and the browser unpacks only what is opened. Written in bounded memory: texts pass
 through one step at a time, and of a run with more than `REPORT_BYTES` steps are left out evenly.
@@ -6,16 +6,22 @@ through one step at a time, and of a run with more than `REPORT_BYTES` steps are
 
 from __future__ import annotations
 
+import base64
 import gzip
-from collections.abc import Iterator, Sequence
+import hashlib
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
+
+from markupsafe import escape
 
 from verl.atomic_file import replacing
+from verl.json_input import read_json
 from verl.observe.sample_index import SampleIndex
 from verl.observe.web_data import KINDS, RunData, WebData, dumps
-from verl.observe.web_page import data_element, page
 
+WEB = Path(__file__).parent / "web"
 REPORT_BYTES = 64 << 20
 """Of compressed samples."""
 TOKEN_SHARE = 0.5
@@ -55,7 +61,7 @@ def write_report(
         _write_samples(file, first)
         for each in data.runs[1:]:
             for kind in KINDS:
-                index = SampleIndex(each.files(kind))
+                index = SampleIndex(each.run.samples(kind))
                 there = bool(index.files.steps())
                 index.left_out = "this report has the responses of its own run only" if there else ""
                 _embed(file, f"run/{each.id}/index/{kind}.json", dumps(index.to_json()))
@@ -84,58 +90,99 @@ def spread(steps: Sequence[int]) -> Iterator[int]:
 def _write_samples(file: IO[bytes], run: RunData) -> None:
     used = 0
     for kind, share in (("validation", VALIDATION_SHARE), ("rollouts", 1.0)):
-        used += _Samples(file, run, kind).write(int(share * REPORT_BYTES) - used)
+        used += _write_kind(file, run, kind, int(share * REPORT_BYTES) - used)
 
 
-class _Samples:
-    """The samples of one kind on their way into the file."""
+def _write_kind(file: IO[bytes], run: RunData, kind: str, budget: int) -> int:
+    """Write the steps of a kind that fit, and their index; the bytes that took."""
+    index, root = SampleIndex(run.run.samples(kind)), f"run/{run.id}"
+    there = index.files.steps()
+    chunk_of: dict[str, int] = {}
+    chunks: dict[str, list[int]] = {}
+    used = count = 0
+    for step in spread(there):
+        if used >= budget:
+            break
+        groups = run.groups_of_step(index, kind, step, with_tokens=used < TOKEN_SHARE * budget)
+        for chunk in _chunks(groups):
+            text = b'{"groups":{%s}}' % b",".join(chunk.values())
+            used += _embed(file, f"{root}/groups/{kind}/{count}", text)
+            chunks.setdefault(str(step), []).append(count)
+            chunk_of |= dict.fromkeys(chunk, count)
+            count += 1
+    if len(index.steps) < len(there):
+        index.left_out = (
+            f"{len(index.steps)} of {len(there)} steps are in this report; verl view RUN --serve shows all"
+        )
+    _embed(file, f"{root}/index/{kind}.json", dumps(index.to_json()))
+    _embed(file, f"{root}/groups/{kind}.json", dumps({"chunks": chunks, "of": chunk_of}))
+    return used
 
-    def __init__(self, file: IO[bytes], run: RunData, kind: str) -> None:
-        self._file, self._run, self._kind = file, run, kind
-        self._root = f"run/{run.id}"
-        self._index = SampleIndex(run.files(kind))
-        self._chunk_of: dict[str, int] = {}
-        self._chunks: dict[str, list[int]] = {}
-        self._count = self._used = 0
 
-    def write(self, budget: int) -> int:
-        """Write the steps that fit, and their index; the bytes that took."""
-        there = self._index.files.steps()
-        for step in spread(there):
-            if self._used >= budget:
-                break
-            self._write_step(step, with_tokens=self._used < TOKEN_SHARE * budget)
-        chosen = len(self._index.steps)
-        if chosen < len(there):
-            self._index.left_out = (
-                f"{chosen} of {len(there)} steps are in this report; verl view RUN --serve shows all"
-            )
-        _embed(self._file, f"{self._root}/index/{self._kind}.json", dumps(self._index.to_json()))
-        where = {"chunks": self._chunks, "of": self._chunk_of}
-        _embed(self._file, f"{self._root}/groups/{self._kind}.json", dumps(where))
-        return self._used
-
-    def _write_step(self, step: int, with_tokens: bool) -> None:
-        parts: list[bytes] = []
-        size = 0
-        for name, group in self._run.groups_of_step(self._index, self._kind, step, with_tokens):
-            parts.append(b"%s:%s" % (dumps(name), dumps(group)))
-            size += len(parts[-1])
-            self._chunk_of[name] = self._count
-            if size >= CHUNK_BYTES:
-                self._write_chunk(step, parts)
-                parts, size = [], 0
-        if parts:
-            self._write_chunk(step, parts)
-
-    def _write_chunk(self, step: int, parts: list[bytes]) -> None:
-        path = f"{self._root}/groups/{self._kind}/{self._count}"
-        self._used += _embed(self._file, path, b'{"groups":{%s}}' % b",".join(parts))
-        self._chunks.setdefault(str(step), []).append(self._count)
-        self._count += 1
+def _chunks(groups: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[dict[str, bytes]]:
+    """Groups as members of a JSON object, by name, about `CHUNK_BYTES` at a time."""
+    chunk: dict[str, bytes] = {}
+    size = 0
+    for name, group in groups:
+        chunk[name] = b"%s:%s" % (dumps(name), dumps(group))
+        size += len(chunk[name])
+        if size >= CHUNK_BYTES:
+            yield chunk
+            chunk, size = {}, 0
+    if chunk:
+        yield chunk
 
 
 def _embed(file: IO[bytes], path: str, text: bytes) -> int:
     packed = gzip.compress(text, compresslevel=_LEVEL, mtime=0)
     file.write(data_element(path, packed))
     return len(packed)
+
+
+# -- the page ---------------------------------------------------------------------------------------------------------
+
+
+def page(title: str, *, served: bool) -> tuple[str, str]:
+    """The text before and after the data of a run; `served`: data comes from the server of this page.
+
+    Its content security policy names script and style by hash: no other can run in it, whatever a text of a run
+    contains, and no request can leave it."""
+    files = read_json(WEB / "files.json")
+    style, script = (_joined(files[kind]) for kind in ("style", "script"))
+    rules = {
+        "default-src": "'none'",
+        "script-src": _hash(script),
+        "style-src": _hash(style),
+        "connect-src": "'self'" if served else "'none'",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+    }
+    values = {
+        "POLICY": "; ".join(f"{name} {value}" for name, value in rules.items()),
+        "TITLE": str(escape(title)),
+        "STYLE": style,
+        "SCRIPT": script,
+    }
+    before, _, after = (WEB / "page.html").read_text(encoding="utf-8").partition("{{DATA}}")
+
+    def filled(text: str) -> str:
+        # In one pass: a title may contain what looks like a marker.
+        return re.sub(r"\{\{([A-Z]+)\}\}", lambda marker: values[marker[1]], text)
+
+    return filled(before), filled(after)
+
+
+def data_element(path: str, packed: bytes) -> bytes:
+    """An element that holds gzip data, which the browser neither runs nor shows."""
+    return b'<script type="application/octet-stream" data-path="%s">%s</script>\n' % (
+        str(escape(path)).encode(),
+        base64.b64encode(packed),
+    )
+
+
+def _joined(names: list[str]) -> str:
+    return "\n".join((WEB / name).read_text(encoding="utf-8") for name in names)
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

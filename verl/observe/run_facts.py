@@ -1,15 +1,19 @@
-"""What a run is, in a few lines: facts, notes, its configuration against another, and the run it was forked from."""
+"""What a run is: facts, notes, curves, its configuration against another, and the run it was forked from."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.config.masking import mask_values
 from verl.observe.jsonl import jsonable
-from verl.observe.lineage import Lineage
+from verl.observe.run_folder import Lineage
 from verl.observe.run_reader import Run, checkpoint_steps, duration, is_run, read_crash, state_of
+
+if TYPE_CHECKING:
+    from verl.config.schema import OfflineConfig, PPOConfig
 
 
 def facts(run: Run) -> Iterator[tuple[str, str]]:
@@ -51,6 +55,40 @@ def notes(run: Run) -> list[str]:
     return [note for note in found if note]
 
 
+# -- curves --------------------------------------------------------------------------------------------------------
+
+MAX_NAMES = 2000
+FIRST_SHOWN = (
+    "reward/mean", "train/loss", "val/loss", "response_length/mean", "response_length/clip_ratio", "actor/entropy",
+    "actor/kl_loss", "actor/kl", "actor/ppo_kl", "actor/pg_clipfrac", "actor/grad_norm", "train/grad_norm",
+    "critic/vf_loss", "critic/vf_explained_var", "training/rollout_probs_diff_mean", "perf/throughput",
+    "timing_s/step",
+)  # fmt: skip
+
+
+def curves(rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """Metrics that were ever a number as columns over the rows of a run, and which of them are shown first."""
+    names = sorted({name for row in rows for name in row} - {"step"})[:MAX_NAMES]
+    columns = {name: [_or_none(row.get(name, math.nan)) for row in rows] for name in names}
+    series = {name: values for name, values in columns.items() if any(value is not None for value in values)}
+    validation = [name for name in series if name.startswith("val-core/")]
+    shown: dict[str, list[float | None]] = {}
+    for name in [*validation, *(name for name in FIRST_SHOWN if name in series)]:
+        # With one response per prompt the mean, the best and the majority are one curve.
+        if not any(values == series[name] for other, values in shown.items() if _same_data(other, name)):
+            shown[name] = series[name]
+    return {"step": [row["step"] for row in rows], "series": series, "shown": list(shown)}
+
+
+def _or_none(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _same_data(name: str, other: str) -> bool:
+    """Whether two metrics of validation are statistics of the same scores."""
+    return name.startswith("val-core/") and name.rpartition("/")[0] == other.rpartition("/")[0]
+
+
 # -- configuration ------------------------------------------------------------------------------------------------
 
 
@@ -65,18 +103,32 @@ def flat_config(values: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def default_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The defaults of the command whose config this is most likely; none for that of another program."""
+def config_class(keys: Iterable[str]) -> type[PPOConfig] | type[OfflineConfig]:
+    """The config of the training command that these dotted keys, some or all, are most likely of."""
     from verl.config.keys import schema_keys
     from verl.config.schema import DPOConfig, PPOConfig, RewardTrainingConfig, SFTConfig
 
-    mine = flat_config(config).keys()
-    defaults = [
-        {name: jsonable(key.default) for name, key in schema_keys(kind).items()}
-        for kind in (PPOConfig, SFTConfig, DPOConfig, RewardTrainingConfig)
-    ]
-    best = max(defaults, key=lambda each: len(each.keys() & mine) - len(each.keys() - mine))
-    return best if len(best.keys() & mine) > len(mine) / 2 else {}
+    names = set(keys)
+    sections = {name.partition(".")[0] for name in names}
+    if sections & {"actor_rollout_ref", "critic", "implicit_reward", "reward"}:
+        return PPOConfig
+    if names & {"data.margin_key", "algorithm.margin", "algorithm.center_rewards_coefficient"}:
+        return RewardTrainingConfig
+    preference = {name for name in schema_keys(DPOConfig) if name.startswith("algorithm.")}
+    preference = preference - schema_keys(PPOConfig).keys() | {"data.chosen_key", "data.rejected_key"}
+    if names & preference:
+        return DPOConfig
+    offline = sections & {"model", "optim", "checkpoint"} and "algorithm" not in sections
+    return SFTConfig if offline else PPOConfig
+
+
+def default_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The defaults of the command whose config this is most likely; none for that of another program."""
+    from verl.config.keys import schema_keys
+
+    names = flat_config(config).keys()
+    defaults = {name: jsonable(key.default) for name, key in schema_keys(config_class(names)).items()}
+    return defaults if len(defaults.keys() & names) > len(names) / 2 else {}
 
 
 def config_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:

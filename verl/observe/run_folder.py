@@ -3,7 +3,7 @@
     config.yaml              the resolved configuration
     metrics.jsonl            one line per step: {"step": N, name: number, ...}, with "findings" where there are any
     rollouts/{step}.jsonl    samples of training
-    rollouts/{step}.tokens   numbers of every token of them (`verl.observe.token_table`)
+    rollouts/{step}.parquet  numbers of every token of them (`verl.observe.token_table`)
     validation/{step}.jsonl  samples of validation
     profile/step_{N}_rank_{R}.json.gz   traces of torch's profiler
     phases/{process}.jsonl   when phases of steps began and ended, by process
@@ -29,18 +29,20 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from verl.atomic_file import replacing
 from verl.config.masking import mask_text
 from verl.errors import ConfigError, VerlError
-from verl.json_input import parse_json
+from verl.json_input import parse_json, read_json
 from verl.observe.findings import Finding
 from verl.observe.jsonl import append_line, dumps, jsonable, kept_lines, read_metrics
-from verl.observe.lineage import LINEAGE, read_lineage
 
 logger = logging.getLogger(__name__)
+
+LINEAGE = "lineage.json"
 
 # Record locks belong to a process, so a second user in the same process is refused by this table.
 _locked_folders: set[tuple[int, str]] = set()
@@ -66,6 +68,8 @@ class RunFolder:
         validation_dir: Path | str | None = None,
     ) -> None:
         self.path = expanded(path).absolute()
+        self.metrics_file, self.counters_file = self.path / "metrics.jsonl", self.path / "counters.json"
+        self.phases_dir = self.path / "phases"
         self.rollout_dir = expanded(rollout_dir) if rollout_dir else self.path / "rollouts"
         self.validation_dir = expanded(validation_dir) if validation_dir else self.path / "validation"
         _require_writable(self.path, "trainer.default_local_dir")
@@ -83,18 +87,6 @@ class RunFolder:
         if file.exists() and not file.is_file():
             aside = _move_aside(file, f"{file.name}.unusable")
             logger.warning("%s is not a regular file; renamed to %s", file, aside.name)
-
-    @property
-    def metrics_file(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def counters_file(self) -> Path:
-        return self.path / "counters.json"
-
-    @property
-    def phases_dir(self) -> Path:
-        return self.path / "phases"
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """The resolved configuration, so that `--config-path` with this file repeats the run."""
@@ -126,7 +118,7 @@ class RunFolder:
         return self._write_rows(self.rollout_dir / f"{step}.jsonl", rows)
 
     def tokens_file(self, step: int) -> Path:
-        return self.rollout_dir / f"{step}.tokens"
+        return self.rollout_dir / f"{step}.parquet"
 
     def in_background(self, *writes: Callable[[], None]) -> None:
         """Call `writes`, which write samples, in a thread, after those before them are done. A failure is a warning."""
@@ -329,9 +321,10 @@ def _length_up_to(file: Path, step: int) -> int:
 
 
 def _sample_files(folder: Path) -> list[Path]:
-    """With those of their tokens."""
-    found = [*folder.glob("*.jsonl"), *folder.glob("*.tokens")]
-    return [file for file in found if file.stem.isdecimal() and not file.is_dir()]
+    """With those of their tokens, of earlier versions (`.tokens`) too."""
+    suffixes = (".jsonl", ".parquet", ".tokens")
+    files = (file for file in folder.glob("*") if file.suffix in suffixes and file.stem.isdecimal())
+    return [file for file in files if not file.is_dir()]
 
 
 def profile_files(folder: Path) -> list[tuple[int, int, Path]]:
@@ -355,3 +348,38 @@ def _require_writable(folder: Path, key: str) -> None:
 
 def _cannot_write(folder: Path, error: OSError, key: str) -> str:
     return f"cannot write to the folder {folder}: {error.strerror or error}. Set {key} to a folder you may write to"
+
+
+# -- lineage ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """Where a run was forked from; the parent's folder may be gone."""
+
+    parent: str
+    """Its folder at the time of the fork."""
+    parent_name: str
+    """project/experiment"""
+    step: int
+    """The last step of the parent that the fork continues."""
+    overrides: tuple[str, ...]
+    time: float
+
+
+def read_lineage(run: Path) -> Lineage | None:
+    """The lineage of a run folder; None where it is no fork, or the file cannot be read."""
+    try:
+        row = read_json(run / LINEAGE)
+        step = row["step"]
+        if not isinstance(step, int) or isinstance(step, bool):
+            return None
+        return Lineage(
+            str(row["parent"]),
+            str(row["parent_name"]),
+            step,
+            tuple(str(each) for each in row["overrides"]),
+            float(row["time"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+        return None

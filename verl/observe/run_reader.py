@@ -1,7 +1,8 @@
 """Read a run folder while it is written, after it was killed, or on a copy elsewhere.
 
 Nothing here writes or locks. A half-written last line is left for the next `poll`, a damaged one is counted, and
-memory does not grow with the length of the run: of `metrics.jsonl` the newest rows are kept, samples are streamed.
+memory does not grow with the length of the run: of the older rows of `metrics.jsonl` every second is kept, every
+fourth, ..., and samples are streamed.
 """
 
 from __future__ import annotations
@@ -21,19 +22,22 @@ from verl.errors import ConfigError, DataError
 from verl.json_input import open_regular
 from verl.observe.findings import Finding, read_findings
 from verl.observe.jsonl import LINE_BYTES, complete_lines, parse_metrics, parse_row
-from verl.observe.lineage import LINEAGE
-from verl.observe.run_folder import expanded, locked_by_this_process
+from verl.observe.run_folder import LINEAGE, expanded, locked_by_this_process
 
 TAIL_BYTES = 64 << 20
 KEPT_ROWS = 2000
+"""The newest rows of `metrics.jsonl`, and at most as many of those before them."""
 KEPT_FINDINGS = 10_000
 RUN_FILES = ("metrics.jsonl", "config.yaml", "crash.txt", ".lock")
 _FURTHER_FILES = (LINEAGE, "crash.previous.txt", "health.jsonl")
-_FOLDERS = ("rollouts", "validation", "phases")
+KINDS = {"rollouts": "trainer.rollout_data_dir", "validation": "trainer.validation_data_dir"}
+"""Of samples: their folders, and the keys that name others."""
+_FOLDERS = (*KINDS, "phases")
 
 
 class MetricsLog:
-    """The newest rows of `metrics.jsonl`; `poll` reads what was appended since the last call."""
+    """The rows of `metrics.jsonl`, of very many before the newest only some; `poll` reads what was appended since the
+    last call."""
 
     def __init__(self, path: Path, tail_bytes: int = TAIL_BYTES) -> None:
         self.path = path
@@ -45,7 +49,7 @@ class MetricsLog:
         self.damaged = 0
         self.problem = ""
         """Why nothing can be read, where it is no file of lines."""
-        self._tail_bytes, self._offset, self._inode = tail_bytes, 0, -1
+        self._tail_bytes, self._offset, self._inode, self._stride = tail_bytes, 0, -1, 1
 
     def poll(self) -> list[dict[str, Any]]:
         """The new rows, of very many the newest. After a resume, which rewrites the file, all of them."""
@@ -85,7 +89,7 @@ class MetricsLog:
             self.problem = "metrics.jsonl is very large: only its end was read"
 
     def _reset(self) -> None:
-        self.rows, self.first, self.findings, self.damaged = [], {}, [], 0
+        self.rows, self.first, self.findings, self.damaged, self._stride = [], {}, [], 0, 1
 
     def _new_rows(self, file: Any) -> Iterator[dict[str, Any]]:
         for line in complete_lines(file):
@@ -103,11 +107,27 @@ class MetricsLog:
         new: list[dict[str, Any]] = []
         for numbers in self._new_rows(file):
             self.first = self.first or numbers
+            self.rows.append(numbers)
+            if len(self.rows) > 2 * KEPT_ROWS:
+                self._thin()
             new.append(numbers)
             if len(new) > 2 * KEPT_ROWS:
                 del new[:-KEPT_ROWS]
-        self.rows = [*self.rows, *new][-KEPT_ROWS:]
         return new
+
+    def _thin(self) -> None:
+        """Of the rows before the newest keep about half as many, evenly spread; those with a validation longer."""
+        older = self.rows[:-KEPT_ROWS]
+        while (
+            len(older := [row for row in older if row["step"] % self._stride_of(row) == 0]) > KEPT_ROWS // 2
+        ):
+            self._stride *= 2
+            if self._stride > 1 << 60:  # many rows of one step
+                older = []
+        self.rows[:-KEPT_ROWS] = older
+
+    def _stride_of(self, row: Mapping[str, Any]) -> int:
+        return max(1, self._stride // 8) if any(name.startswith("val") for name in row) else self._stride
 
 
 @dataclass(frozen=True)
@@ -167,36 +187,23 @@ class Run:
         """Whether it trains on given answers (fine-tuning, preferences, a reward model)."""
         return "actor_rollout_ref" not in self.config and ("optim" in self.config or "model" in self.config)
 
-    @property
-    def rollouts(self) -> SampleFiles:
-        return self._samples("trainer.rollout_data_dir", "rollouts")
-
-    @property
-    def validation(self) -> SampleFiles:
-        return self._samples("trainer.validation_data_dir", "validation")
-
-    def _samples(self, key: str, name: str) -> SampleFiles:
-        own, chosen = self.path / name, self.get(key)
-        if not chosen:
-            return SampleFiles(own)
-        try:
-            folder = expanded(str(chosen)).absolute()
-            read = _leads_into(self.path, folder) or self.outside
-        except ValueError:  # no name of a folder
-            read = False
-        return SampleFiles(folder if read else own)
+    def samples(self, kind: str) -> SampleFiles:
+        """Of `KINDS`; where the config names a folder that is not read, the run's own."""
+        own, chosen = self.path / kind, self._chosen(kind)
+        return SampleFiles(chosen if chosen and (self.outside or _leads_into(self.path, chosen)) else own)
 
     def left_out(self) -> list[str]:
         """Keys that name folders of samples which are not read."""
-        named = (
-            ("trainer.rollout_data_dir", self.rollouts),
-            ("trainer.validation_data_dir", self.validation),
-        )
         return [
             key
-            for key, files in named
-            if (chosen := self.get(key)) and files.folder != expanded(str(chosen)).absolute()
+            for kind, key in KINDS.items()
+            if (chosen := self._chosen(kind)) and self.samples(kind).folder != chosen
         ]
+
+    def _chosen(self, kind: str) -> Path | None:
+        """The folder that the config names for samples."""
+        named = str(self.get(KINDS[kind]) or "")
+        return expanded(named).absolute() if named else None
 
     @property
     def step(self) -> int | None:
@@ -216,7 +223,7 @@ class Run:
         return sum(spent) / len(rows) if rows else None
 
 
-def open_run(path: Path, *, outside: bool = True) -> Run:
+def open_run(path: Path, *, outside: bool = True, tail_bytes: int = TAIL_BYTES) -> Run:
     """Open a run folder; DataError when it is none. `outside=False`: nothing outside of it is read, whatever its files
     say; DataError where a file that would be read is a link out of it."""
     path = expanded(path).absolute()
@@ -226,14 +233,17 @@ def open_run(path: Path, *, outside: bool = True) -> Run:
     if not outside:
         refuse_links_out(path)
     config, problem = _config(path / "config.yaml")
-    run = Run(path, config, problem, MetricsLog(path / "metrics.jsonl"), outside=outside)
+    run = Run(path, config, problem, MetricsLog(path / "metrics.jsonl", tail_bytes), outside=outside)
     run.log.poll()
     return run
 
 
 def _leads_into(run: Path, path: Path) -> bool:
-    """Whether a path, its links followed, is in the run folder. ValueError where it is no path."""
-    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(run))
+    """Whether a path, its links followed, is in the run folder."""
+    try:
+        return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(run))
+    except ValueError:  # no name of a file
+        return False
 
 
 def refuse_links_out(run: Path) -> None:
@@ -380,24 +390,6 @@ def read_crash(path: Path, name: str = "crash.txt") -> tuple[str, str] | None:
         return None
     fix = next((part for part in parts[1:3] if part.startswith("What to do: ")), "")
     return parts[0].strip() or f"{name} is empty", fix.removeprefix("What to do: ")
-
-
-def with_turns(row: dict[str, Any]) -> dict[str, Any]:
-    """A sample for people: where it is a conversation, each turn in place of the whole response."""
-    turns = row.get("turns")
-    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-        return row
-    shown: dict[str, Any] = {}
-    for name, value in row.items():
-        if name == "response":
-            for number, turn in enumerate(turns, start=1):
-                reward = (
-                    f"\n(reward {turn['reward']:g})" if isinstance(turn.get("reward"), int | float) else ""
-                )
-                shown[f"{number} {turn.get('role', '')}"] = f"{turn.get('content', '')}{reward}"
-        elif name != "turns":
-            shown[name] = value
-    return shown
 
 
 def duration(seconds: float) -> str:

@@ -7,14 +7,15 @@ when it has changed. Codes of a uid never change while an index lives, so that w
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from verl.json_input import open_regular
-from verl.observe.jsonl import LINE_BYTES, complete_lines, parse_row
+from verl.observe.jsonl import LINE_BYTES, complete_lines, number_or_nan, parse_row
 from verl.observe.run_reader import SampleFiles
 
 INDEX_BYTES = 2 << 30
@@ -39,22 +40,27 @@ class Names:
         return known
 
 
-@dataclass
+_ROW = np.dtype(
+    [
+        *((name, np.int64) for name in ("line", "offset", "uid", "finish", "source", "turns")),
+        ("error", np.bool_),
+        *((name, np.float64) for name in ("score", "advantage", "length")),
+    ]
+)
+
+
+@dataclass(frozen=True)
 class StepColumns:
     """The responses of one file: row i of every column belongs to one response."""
 
     step: int
     fingerprint: Fingerprint
-    line: array[int] = field(default_factory=lambda: array("q"))
-    offset: array[int] = field(default_factory=lambda: array("q"))
-    uid: array[int] = field(default_factory=lambda: array("q"))
-    finish: array[int] = field(default_factory=lambda: array("q"))
-    source: array[int] = field(default_factory=lambda: array("q"))
-    turns: array[int] = field(default_factory=lambda: array("q"))
-    error: array[int] = field(default_factory=lambda: array("b"))
-    score: array[float] = field(default_factory=lambda: array("d"))
-    advantage: array[float] = field(default_factory=lambda: array("d"))
-    length: array[float] = field(default_factory=lambda: array("d"))
+    rows: np.ndarray
+    """Of `_ROW`."""
+
+    def __getitem__(self, name: str) -> list[Any]:
+        column: list[Any] = self.rows[name].tolist()
+        return column
 
 
 class SampleIndex:
@@ -99,50 +105,51 @@ class SampleIndex:
     def read_step(self, step: int) -> StepColumns | None:
         """Index one file; None, and forgotten, where it cannot be read."""
         mark = fingerprint(self._path(step))
-        columns = StepColumns(step, mark) if mark is not None else None
-        if columns is None or not self._fill(columns):
+        try:
+            rows = [] if mark is None else list(self._rows(step))
+        except (OSError, ValueError):
+            mark = None
+        if mark is None:
             self._forget(step)
             return None
-        self.steps[step] = columns
+        self.steps[step] = StepColumns(step, mark, np.array(rows, _ROW))
         self.version += 1
-        return columns
+        return self.steps[step]
 
     def _forget(self, step: int) -> None:
         if self.steps.pop(step, None) is not None:
             self.version += 1
 
     def rows(self, columns: StepColumns, chosen: Sequence[int]) -> Iterator[tuple[int, dict[str, Any]]]:
-        """(row of the columns, sample) of the chosen rows. What a file no longer holds is left out."""
+        """(line, sample) of the chosen rows. What a file no longer holds is left out."""
         try:
             with open_regular(self._path(columns.step)) as file:
                 for row in chosen:
-                    file.seek(columns.offset[row])
+                    line, offset, uid = columns.rows[["line", "offset", "uid"]][row].tolist()
+                    file.seek(offset)
                     sample = parse_row(file.readline(LINE_BYTES))
-                    if (
-                        sample is not None
-                        and uid_of(sample, columns.line[row]) == self.uids.names[columns.uid[row]]
-                    ):
-                        yield row, sample
+                    if sample is not None and uid_of(sample, line) == self.uids.names[uid]:
+                        yield line, sample
         except (OSError, ValueError):
             return
 
     def group(self, columns: StepColumns, code: int) -> list[int]:
         """The rows of a prompt in a step."""
-        return [row for row, uid in enumerate(columns.uid) if uid == code]
+        return np.flatnonzero(columns.rows["uid"] == code).tolist()  # type: ignore[no-any-return]
 
     def to_json(self) -> dict[str, Any]:
         """The columns as the page reads them, steps in order."""
         steps = self.in_order()
 
         def joined(name: str) -> list[Any]:
-            return [value for columns in steps for value in getattr(columns, name)]
+            return [value for columns in steps for value in columns[name]]
 
         def numbers(name: str, digits: int) -> list[float | None]:
             return [None if math.isnan(value) else _short(value, digits) for value in joined(name)]
 
         return {
-            "count": sum(len(columns.line) for columns in steps),
-            "step": [columns.step for columns in steps for _ in columns.line],
+            "count": sum(len(columns.rows) for columns in steps),
+            "step": [columns.step for columns in steps for _ in columns.rows],
             "line": joined("line"),
             "uid": {"names": self.uids.names, "codes": joined("uid")},
             "score": numbers("score", 12),
@@ -151,7 +158,7 @@ class SampleIndex:
             "turns": joined("turns"),
             "finish": {"names": self.finishes.names, "codes": joined("finish")},
             "source": {"names": self.sources.names, "codes": joined("source")},
-            "error": joined("error"),
+            "error": [int(failed) for failed in joined("error")],
             "left_out": self.left_out,
         }
 
@@ -163,41 +170,39 @@ class SampleIndex:
         needle = wanted.encode("utf-8", "surrogatepass")
         matches, first = [], 0
         for columns in steps:
-            row = 0
+            rows = {
+                line: (row, uid)
+                for row, (line, uid) in enumerate(zip(columns["line"], columns["uid"], strict=True))
+            }
             for number, _, line in _lines(self._path(columns.step)):
-                if row < len(columns.line) and columns.line[row] == number:
-                    skipped = plain and line.isascii() and b"\\" not in line and needle not in line.lower()
-                    if not skipped and (sample := parse_row(line)) is not None:
-                        uid = self.uids.names[columns.uid[row]]
-                        if wanted in searchable(uid, sample).casefold():
-                            matches.append(first + row)
-                    row += 1
-            first += len(columns.line)
+                skipped = plain and line.isascii() and b"\\" not in line and needle not in line.lower()
+                if number in rows and not skipped and (sample := parse_row(line)) is not None:
+                    row, uid = rows[number]
+                    if wanted in searchable(self.uids.names[uid], sample).casefold():
+                        matches.append(first + row)
+            first += len(rows)
         return matches
 
     def _path(self, step: int) -> Path:
         return self.files.folder / f"{step}.jsonl"
 
-    def _fill(self, columns: StepColumns) -> bool:
-        try:
-            for number, offset, line in _lines(self._path(columns.step), strict=True):
-                sample = parse_row(line)
-                if sample is None:
-                    continue
-                turns = sample.get("turns")
-                columns.line.append(number)
-                columns.offset.append(offset)
-                columns.uid.append(self.uids.code(uid_of(sample, number)))
-                columns.finish.append(self.finishes.code(_text(sample.get("finish_reason"))))
-                columns.source.append(self.sources.code(_text(sample.get("data_source"))))
-                columns.turns.append(len(turns) if isinstance(turns, list) else 0)
-                columns.error.append(sample.get("error") is not None)
-                columns.score.append(number_or_nan(sample.get("score")))
-                columns.advantage.append(number_or_nan(sample.get("advantage")))
-                columns.length.append(number_or_nan(sample.get("length")))
-        except (OSError, ValueError):
-            return False
-        return True
+    def _rows(self, step: int) -> Iterator[tuple[Any, ...]]:
+        """The rows of a file, as `_ROW` has them."""
+        for number, offset, line in _lines(self._path(step), strict=True):
+            sample = parse_row(line)
+            if sample is None:
+                continue
+            turns = sample.get("turns")
+            yield (
+                number,
+                offset,
+                self.uids.code(uid_of(sample, number)),
+                self.finishes.code(_text(sample.get("finish_reason"))),
+                self.sources.code(_text(sample.get("data_source"))),
+                len(turns) if isinstance(turns, list) else 0,
+                sample.get("error") is not None,
+                *(number_or_nan(sample.get(name)) for name in ("score", "advantage", "length")),
+            )
 
     def _within_limits(self, steps: list[int]) -> list[int]:
         """Every step, or each second, fourth, ... and the newest."""
@@ -239,12 +244,6 @@ def searchable(uid: str, sample: dict[str, Any]) -> str:
     )
     parts = [uid, *(sample.get(name) for name in ("prompt", "response", "ground_truth", "error")), *contents]
     return "\n".join(_text(part) for part in parts)
-
-
-def number_or_nan(value: Any) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-        return math.nan
-    return float(value)
 
 
 def _text(value: Any) -> str:

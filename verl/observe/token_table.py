@@ -1,93 +1,48 @@
-"""Numbers of every token of a step's training responses: `rollouts/{step}.tokens`.
+"""Numbers of every token of a step's training responses: `rollouts/{step}.parquet`.
 
-Row i of the file is line i of `rollouts/{step}.jsonl`. A file has all that is needed to show it (texts included), every
-block of it has a checksum, and a row is read without reading more than its block.
-
-Layout: 8 bytes `MAGIC`, the size of the header (4 bytes, little-endian), the header (zlib of JSON), then one zlib block
-of texts and blocks of rows, in order. The header has `columns` (names, in the order of a block), `lengths` (tokens of
-each row), `rows` (of each block), `sizes` (compressed bytes of each block), `texts` and `text_bytes` (their number and
-length) and `code_bytes`. The block of texts is the length of each (uint32), then the texts as bytes: a token may be a
-part of a UTF-8 character. A block of rows is, for all its tokens, the number of the text (`code_bytes` each), then the
-columns: one byte per token, on the scales below or, for mask and age, the number itself; float32 for advantage. On the
-scales, 255 is a token without this number.
+Row i of the file is line i of `rollouts/{step}.jsonl`; a column is a list of one value per token. A file appears when
+it is complete, its pages have checksums, and a row is read without reading more than its row group.
 """
 
 from __future__ import annotations
 
-import json
+import io
 import math
-import os
-import struct
-import zlib
+import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from verl.errors import DataError
-from verl.json_input import open_regular, parse_json
+from verl.json_input import open_regular
 from verl.observe.run_folder import write_atomically
-from verl.observe.token_texts import coded_texts
 
 if TYPE_CHECKING:
     import torch
 
     from verl.data.proto import DataProto
 
-MAGIC = b"verltok1"
-LOWEST_LOG_PROB = -20.0
-HIGHEST_ENTROPY = 13.0
-"""Nats: a uniform distribution over 440,000 tokens."""
-HIGHEST_RATIO = 100.0
-"""And its inverse is the lowest."""
-ABSENT = 255
-_LEVELS = 254
-# Beyond these a file is not read: a few megabytes can unpack to a thousand times as much.
-_HEADER_BYTES = 8 << 20
-MAX_TEXTS = 1 << 20
-"""Different ones in a step; a token has two at most."""
-MAX_TEXT_BYTES = 64 << 20
-MAX_BLOCK_TOKENS = 1 << 20
-"""A block is little more than its longest row."""
-_LEVEL = 1
-"""Of zlib: the file is written while the run goes on."""
-BLOCK_TOKENS = 16384
-"""A block of rows ends with the row that reaches these: few steps of Python to write, little to unpack for a row."""
-_COLUMNS = ("log_prob", "entropy", "ratio", "mask", "age", "advantage")
-_TYPES = {"advantage": "<f4"}
-"""Of columns that are not of one byte per token."""
-
-
-@dataclass(frozen=True)
-class Scale:
-    """Bytes 0 to 254 for numbers between 0 and `limit` (or minus and plus `limit`), finer near 0."""
-
-    limit: float
-    signed: bool = False
-
-    def encode(self, values: np.ndarray) -> np.ndarray:
-        """Beyond the limit: the limit. NaN: absent."""
-        steps = _LEVELS // 2 if self.signed else _LEVELS
-        share = np.clip(np.nan_to_num(values) / self.limit, -1.0 if self.signed else 0.0, 1.0)
-        codes = np.rint(np.sign(share) * np.sqrt(np.abs(share)) * steps) + (steps if self.signed else 0)
-        return np.where(np.isnan(values), ABSENT, codes).astype(np.uint8)
-
-    def decode(self, codes: np.ndarray) -> np.ndarray:
-        steps = _LEVELS // 2 if self.signed else _LEVELS
-        share = (codes.astype(np.float32) - (steps if self.signed else 0)) / steps
-        return np.where(codes == ABSENT, np.nan, np.sign(share) * share**2 * self.limit).astype(np.float32)
-
-
-SCALES = {
-    "log_prob": Scale(LOWEST_LOG_PROB),
-    "entropy": Scale(HIGHEST_ENTROPY),
-    "ratio": Scale(math.log(HIGHEST_RATIO), signed=True),
+ROWS_PER_GROUP = 32
+"""Little is read to show one response."""
+MAX_GROUP_VALUES = 1 << 23
+MAX_GROUP_BYTES = 256 << 20
+"""Of a row group beyond these nothing is read: a few megabytes can unpack to a thousand times as much."""
+COLUMNS = {
+    "log_prob": pa.float16(),
+    "entropy": pa.float16(),
+    "ratio": pa.float16(),
+    "advantage": pa.float32(),
+    "mask": pa.uint8(),
+    "age": pa.uint8(),
 }
-"""Of the natural logarithm, for `ratio`."""
 
 
 @dataclass(frozen=True)
@@ -116,10 +71,15 @@ class TokenTable:
     def __init__(
         self, texts: Sequence[bytes], lengths: Sequence[int], columns: Mapping[str, np.ndarray]
     ) -> None:
-        """`lengths`: tokens of each row; `columns`, over the tokens of all rows: `code` (numbers of texts), then those
-        of the file, encoded."""
-        assert next(iter(columns)) == "code"
-        self.texts, self.lengths, self.columns = list(texts), list(lengths), dict(columns)
+        """`lengths`: tokens of each row; `columns`, over the tokens of all rows: `code` (numbers of texts), and those
+        of `COLUMNS` that there are."""
+        offsets = pa.array(np.cumsum([0, *lengths]), pa.int32())
+        values = {name: _typed(columns[name], dtype) for name, dtype in COLUMNS.items() if name in columns}
+        codes = pa.array(columns["code"], pa.int32())
+        values["text"] = pa.DictionaryArray.from_arrays(codes, pa.array(texts, pa.binary()))
+        self._table = pa.table(
+            {name: pa.ListArray.from_arrays(offsets, array) for name, array in values.items()}
+        )
 
     @classmethod
     def of(
@@ -147,42 +107,18 @@ class TokenTable:
         return cls(texts, lengths, {"code": codes, **columns})
 
     def write(self, path: Path) -> None:
-        code = np.dtype("<u2" if len(self.texts) <= 1 << 16 else "<u4")
-        columns = {**self.columns, "code": self.columns["code"].astype(code)}
-        joined = b"".join(self.texts)
-        text_lengths = np.array([len(text) for text in self.texts], "<u4")
-        blocks = [zlib.compress(text_lengths.tobytes() + joined, _LEVEL)]
-        rows, start = _blocks(self.lengths), 0
-        ends = list(accumulate(self.lengths, initial=0))
-        for count in rows:
-            tokens = slice(ends[start], ends[start + count])
-            blocks.append(
-                zlib.compress(b"".join(values[tokens].tobytes() for values in columns.values()), _LEVEL)
-            )
-            start += count
-        header = {
-            "columns": [name for name in columns if name != "code"],
-            "lengths": self.lengths,
-            "rows": rows,
-            "sizes": [len(block) for block in blocks],
-            "texts": len(self.texts),
-            "text_bytes": len(joined),
-            "code_bytes": code.itemsize,
-        }
-        packed = zlib.compress(json.dumps(header, separators=(",", ":")).encode(), _LEVEL)
-        write_atomically(path, b"".join([MAGIC, struct.pack("<I", len(packed)), packed, *blocks]))
-
-
-def _blocks(lengths: Sequence[int]) -> list[int]:
-    """How many rows each block has."""
-    counts, tokens = [], BLOCK_TOKENS
-    for length in lengths:
-        if tokens >= BLOCK_TOKENS:
-            counts.append(0)
-            tokens = 0
-        counts[-1] += 1
-        tokens += length
-    return counts
+        file = io.BytesIO()
+        pq.write_table(
+            self._table,
+            file,
+            row_group_size=ROWS_PER_GROUP,
+            compression="zstd",
+            use_dictionary=["text.list.element"],
+            write_page_checksum=True,
+            write_statistics=False,
+            store_schema=False,
+        )
+        write_atomically(path, file.getvalue())
 
 
 class TokenFile:
@@ -190,30 +126,21 @@ class TokenFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._unpacked: tuple[int, dict[str, np.ndarray]] = -1, {}
-        """The block that was read last."""
+        self._read: tuple[int, Any] = -1, None
+        """The row group that was read last, and its number."""
         try:
-            with open_regular(path) as file:
-                start = file.read(len(MAGIC) + 4)
-                if len(start) < len(MAGIC) + 4 or not start.startswith(MAGIC):
-                    raise ValueError("it does not begin as a file of tokens does")
-                (size,) = struct.unpack("<I", start[len(MAGIC) :])
-                header = parse_json(_unpacked(file.read(min(size, _HEADER_BYTES))))
-                self._take(header)
-                self._offsets = list(accumulate(self._sizes, initial=len(start) + size))
-                if file.seek(0, os.SEEK_END) != self._offsets[-1]:
-                    raise ValueError("it is not as long as its header says")
-                table = self._block(file, 0, 4 * self._text_count + self._text_bytes)
-        except (OSError, ValueError) as error:
+            self._file = pq.ParquetFile(open_regular(path), page_checksum_verification=True)
+            types = {field.name: field.type for field in self._file.schema_arrow}
+        except (OSError, ValueError, pa.ArrowException) as error:
             raise self._damaged(error) from None
-        lengths = np.frombuffer(table[: 4 * self._text_count], "<u4").tolist()
-        if sum(lengths) != self._text_bytes:
-            raise self._damaged("the lengths of its texts do not add up")
-        ends = accumulate(lengths, initial=4 * self._text_count)
-        self.texts = [table[start:end] for start, end in pairwise(ends)]
+        known = {name: pa.list_(dtype) for name, dtype in {"text": pa.binary(), **COLUMNS}.items()}
+        if "text" not in types or not types.items() <= known.items():
+            raise self._damaged(f"it has the columns {types}")
+        groups = (self._file.metadata.row_group(number) for number in range(self._file.num_row_groups))
+        self._starts = list(accumulate((group.num_rows for group in groups), initial=0))
 
     def __len__(self) -> int:
-        return len(self.lengths)
+        return self._starts[-1]
 
     def rows(self) -> Iterator[TokenRow]:
         for number in range(len(self)):
@@ -223,68 +150,32 @@ class TokenFile:
         """That of line `number` (from 0) of the samples of the step."""
         if not 0 <= number < len(self):
             raise IndexError(f"{self.path} has {len(self)} rows, not a row {number}")
-        block = bisect_right(self._first, number) - 1
-        if block != self._unpacked[0]:
-            self._unpacked = block, self._columns_of(block)
-        start = sum(self.lengths[self._first[block] : number])
-        own = slice(start, start + self.lengths[number])
-        columns: dict[str, Any] = {name: values[own] for name, values in self._unpacked[1].items()}
-        codes = columns.pop("code").tolist()
-        if max(codes, default=-1) >= len(self.texts):
-            raise self._damaged(f"row {number} has a token without text")
+        group = bisect_right(self._starts, number) - 1
+        if group != self._read[0]:
+            self._read = group, self._row_group(group)
+        table, place = self._read[1], number - self._starts[group]
+        lists = {name: table[name][place].values for name in table.column_names}
+        complete = all(values is not None and not values.null_count for values in lists.values())
+        if not complete or len(set(map(len, lists.values()))) > 1:
+            raise self._damaged(f"row {number} lacks numbers of its tokens")
+        texts = lists.pop("text").to_pylist()
+        columns: dict[str, Any] = {name: values.to_numpy() for name, values in lists.items()}
         if "advantage" in columns:
             columns["advantage"] = _one_if_equal(columns["advantage"], columns.get("mask"))
-        decoded = {name: _decoded(name, values) for name, values in columns.items()}
-        return TokenRow([self.texts[code] for code in codes], **decoded)
+        return TokenRow(texts, **columns)
 
-    def _columns_of(self, block: int) -> dict[str, np.ndarray]:
-        """The columns of all rows of a block, as they are in the file."""
-        first, last = self._first[block], self._first[block + 1]
-        tokens = sum(self.lengths[first:last])
-        types = {"code": f"<u{self._code_bytes}", **{name: _TYPES.get(name, "u1") for name in self.columns}}
+    def _row_group(self, number: int) -> pa.Table:
+        about = self._file.metadata.row_group(number)
+        values = max(about.column(column).num_values for column in range(about.num_columns))
+        if values > MAX_GROUP_VALUES or about.total_byte_size > MAX_GROUP_BYTES:
+            raise self._damaged(
+                f"a row group has {values:,} values and {about.total_byte_size:,} bytes; at most "
+                f"{MAX_GROUP_VALUES:,} and {MAX_GROUP_BYTES:,} are read"
+            )
         try:
-            with open_regular(self.path) as file:
-                content = self._block(
-                    file, 1 + block, tokens * sum(np.dtype(t).itemsize for t in types.values())
-                )
-        except (OSError, ValueError) as error:
+            return self._file.read_row_group(number)
+        except (OSError, ValueError, pa.ArrowException) as error:
             raise self._damaged(error) from None
-        found, at = {}, 0
-        for name, kind in types.items():
-            found[name] = np.frombuffer(content, kind, tokens, at)
-            at += found[name].nbytes
-        return found
-
-    def _take(self, header: Any) -> None:
-        """Check the header: every size in it is used to read or to allocate."""
-        if not isinstance(header, dict):
-            raise ValueError("its header is no object")
-        columns = header.get("columns")
-        if not isinstance(columns, list) or not all(name in _COLUMNS for name in columns):
-            raise ValueError(f"it has columns {columns!r}; known are {', '.join(_COLUMNS)}")
-        self.columns: list[str] = columns
-        self.lengths = _counts(header, "lengths")
-        self._sizes = _counts(header, "sizes")
-        rows = _counts(header, "rows")
-        self._first = list(accumulate(rows, initial=0))
-        self._text_count, self._text_bytes, self._code_bytes = _counts(
-            {"x": [header.get(name) for name in ("texts", "text_bytes", "code_bytes")]}, "x"
-        )
-        whole = self._first[-1] == len(self.lengths) and len(self._sizes) == 1 + len(rows)
-        if not whole or 0 in rows or self._code_bytes not in (2, 4):
-            raise ValueError("its header contradicts itself")
-        blocks = [sum(self.lengths[first:last]) for first, last in pairwise(self._first)]
-        for what, count, most in (
-            ("texts", self._text_count, MAX_TEXTS),
-            ("bytes of text", self._text_bytes, MAX_TEXT_BYTES),
-            ("tokens in a block", max(blocks, default=0), MAX_BLOCK_TOKENS),
-        ):
-            if count > most:
-                raise ValueError(f"it says it has {count:,} {what}; at most {most:,} are read")
-
-    def _block(self, file: Any, number: int, size: int) -> bytes:
-        file.seek(self._offsets[number])
-        return _unpacked(file.read(self._sizes[number]), size)
 
     def _damaged(self, reason: object) -> DataError:
         return DataError(
@@ -299,9 +190,9 @@ def _columns(
     outputs: Mapping[str, torch.Tensor],
     policy_version: int | None,
 ) -> dict[str, np.ndarray]:
-    """Encoded columns over all tokens; `flat` takes the tokens of all responses out of a [B, T] tensor."""
+    """Columns over all tokens; `flat` takes the tokens of all responses out of a [B, T] tensor."""
     mask = flat(tensors["response_mask"]).astype(bool)
-    columns: dict[str, np.ndarray] = {"mask": mask.astype(np.uint8)}
+    columns: dict[str, np.ndarray] = {"mask": mask}
 
     def trained(tensor: torch.Tensor) -> np.ndarray:
         return np.where(mask, flat(tensor.float()), np.nan)
@@ -317,16 +208,16 @@ def _columns(
     if mine is not None or drawn is not None:
         shown = drawn if mine is None else mine if drawn is None else np.where(np.isnan(mine), drawn, mine)
         assert shown is not None
-        columns["log_prob"] = SCALES["log_prob"].encode(shown)
+        columns["log_prob"] = shown
     if "entropy" in outputs:
-        columns["entropy"] = SCALES["entropy"].encode(trained(outputs["entropy"]))
+        columns["entropy"] = trained(outputs["entropy"])
     if mine is not None and drawn is not None:
-        columns["ratio"] = SCALES["ratio"].encode(mine - drawn)
+        columns["ratio"] = np.exp(np.minimum(mine - drawn, 11.0))
     if "token_versions" in tensors and policy_version is not None:
         age = policy_version - flat(tensors["token_versions"])
-        columns["age"] = np.clip(age, 0, 255).astype(np.uint8)
+        columns["age"] = np.clip(age, 0, 255)
     if "advantages" in tensors:
-        columns["advantage"] = flat(tensors["advantages"]).astype("<f4")
+        columns["advantage"] = flat(tensors["advantages"])
     return columns
 
 
@@ -341,6 +232,12 @@ def _rows_of_lines(batch: DataProto) -> list[list[int]]:
     return list(lines.values())
 
 
+def _typed(values: np.ndarray, dtype: pa.DataType) -> pa.Array:
+    """What is beyond the range of 16-bit floats is at its end."""
+    values = np.clip(values, -6e4, 6e4) if dtype == pa.float16() else values
+    return pa.array(values.astype(dtype.to_pandas_dtype()))
+
+
 def _one_if_equal(advantage: np.ndarray, mask: np.ndarray | None) -> np.ndarray | float:
     """One number for a row whose trained tokens have the same, NaN where none is trained."""
     own = advantage if mask is None else advantage[mask != 0]
@@ -349,27 +246,90 @@ def _one_if_equal(advantage: np.ndarray, mask: np.ndarray | None) -> np.ndarray 
     return float(own[0]) if (own == own[0]).all() else advantage
 
 
-def _decoded(name: str, values: Any) -> Any:
-    if name not in SCALES:
-        return values
-    numbers = SCALES[name].decode(values)
-    return np.exp(numbers) if name == "ratio" else numbers
+# -- texts of tokens --------------------------------------------------------------------------------------------------
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+"""How vocabularies with byte fallback write a single byte."""
 
 
-def _unpacked(block: bytes, size: int | None = None) -> bytes:
-    """Of exactly `size` bytes; without one, of a header. ValueError for anything else."""
-    stream = zlib.decompressobj()
-    try:
-        content = stream.decompress(block, (_HEADER_BYTES if size is None else size) + 1)
-    except zlib.error as error:
-        raise ValueError(f"a block of it is damaged ({error})") from None
-    if not stream.eof or (size is not None and len(content) != size):
-        raise ValueError("a block of it is cut short, or not as long as the header says")
-    return content
+_known: WeakKeyDictionary[Any, dict[int, bytes]] = WeakKeyDictionary()
+"""Texts of tokens by tokenizer: the steps of a run have most of them in common."""
 
 
-def _counts(header: Mapping[str, Any], name: str) -> list[int]:
-    values = header.get(name)
-    if not isinstance(values, list) or not all(type(v) is int and 0 <= v < 1 << 40 for v in values):
-        raise ValueError(f"its header has no list of counts {name!r}")
-    return values
+def coded_texts(tokens: np.ndarray, lengths: Sequence[int], tokenizer: Any) -> tuple[list[bytes], np.ndarray]:
+    """The distinct texts of the tokens of rows of these lengths, and for each token the number of its text. The texts
+    of a row joined are the row decoded, with special tokens."""
+    drawn = np.zeros(int(tokens.max(initial=-1)) + 1, bool)
+    drawn[tokens] = True
+    codes = (np.cumsum(drawn) - 1)[tokens]
+    ids = np.flatnonzero(drawn).tolist()
+    known = _known.setdefault(tokenizer, {})
+    byte_level = _is_byte_level(tokenizer)
+    new = [token for token in ids if token not in known]
+    if new:
+        known.update(
+            zip(new, (_byte_level_texts if byte_level else _added_texts)(new, tokenizer), strict=True)
+        )
+    texts = [known[token] for token in ids]
+    if byte_level:
+        return texts, codes
+    # Other decoders drop the space before the first token of a text: such a token has a second text.
+    first: dict[int, int] = {}
+    for start, length in zip(accumulate(lengths, initial=0), lengths, strict=False):
+        if not length:
+            continue
+        token = int(tokens[start])
+        if token not in first:
+            first[token] = len(texts)
+            texts.append(_byte_of(token, tokenizer) or _decoded([token], tokenizer).encode())
+        codes[start] = first[token]
+    return texts, codes
+
+
+def _byte_letters() -> dict[str, bytes]:
+    """Byte-level BPE writes bytes that are printable in Latin-1 as that letter, others as letters from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {chr(byte): bytes([byte]) for byte in printable}
+    return letters | {chr(0x100 + number): bytes([byte]) for number, byte in enumerate(others)}
+
+
+_BYTES = _byte_letters()
+
+
+def _is_byte_level(tokenizer: Any) -> bool:
+    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+    return decoder is not None and "ByteLevel" in repr(decoder)
+
+
+def _byte_level_texts(ids: list[int], tokenizer: Any) -> list[bytes]:
+    added = {int(token): str(text) for token, text in tokenizer.added_tokens_decoder.items()}
+    texts = []
+    for token, name in zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True):
+        if token in added or name is None:  # None: the model's output is wider than the vocabulary
+            texts.append(added.get(token, "").encode())
+        else:
+            texts.append(b"".join(_BYTES.get(letter) or letter.encode() for letter in name))
+    return texts
+
+
+def _added_texts(ids: list[int], tokenizer: Any) -> list[bytes]:
+    """What a token adds behind others is what a second copy of it adds."""
+    texts = []
+    for token in ids:
+        byte = _byte_of(token, tokenizer)
+        if byte is None:
+            once, twice = _decoded([token], tokenizer), _decoded([token, token], tokenizer)
+            byte = (twice[len(once) :] if twice.startswith(once) else once).encode()
+        texts.append(byte)
+    return texts
+
+
+def _byte_of(token: int, tokenizer: Any) -> bytes | None:
+    name = tokenizer.convert_ids_to_tokens([token])[0]
+    found = _BYTE_TOKEN.fullmatch(name) if name else None
+    return None if found is None else bytes.fromhex(found[1])
+
+
+def _decoded(ids: list[int], tokenizer: Any) -> str:
+    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))

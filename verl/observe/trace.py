@@ -23,7 +23,7 @@ from typing import IO, Any
 
 from verl.errors import ConfigError, DataError
 from verl.json_input import open_regular
-from verl.observe.jsonl import complete_lines, parse_row, read_metrics
+from verl.observe.jsonl import complete_lines, number_or_nan, parse_row, read_metrics
 from verl.observe.run_folder import profile_files
 from verl.observe.run_reader import open_run
 
@@ -38,6 +38,9 @@ COUNTERS = {
 }
 """Names of counter tracks, and the metrics they show; those a run has."""
 MAX_PROFILE_BYTES = 1 << 30
+TIMELINE_STEPS = 200
+TIMELINE_SPANS = 30_000
+TIMELINE_BYTES = 8 << 20
 PROFILE_THREADS = 1000
 """Thread numbers of profiles begin here; those of phases are below."""
 
@@ -99,7 +102,8 @@ def write_trace(path: Path, out: Path, steps: range | None = None) -> None:
     out = out.expanduser()
     partial = out.with_name(f".{out.name}")
     try:
-        with _open_text(partial, compressed=out.suffix == ".gz") as file:
+        open_text = gzip.open if out.suffix == ".gz" else open
+        with open_text(partial, "wt", encoding="utf-8") as file:
             _write_events(file, Trace(folder, phases, steps))
         os.replace(partial, out)
     except OSError as error:
@@ -107,10 +111,6 @@ def write_trace(path: Path, out: Path, steps: range | None = None) -> None:
         raise DataError(
             f"cannot write {out}: {error.strerror or error}. Give another file with --out"
         ) from None
-
-
-def _open_text(path: Path, *, compressed: bool) -> IO[str]:
-    return gzip.open(path, "wt", encoding="utf-8") if compressed else open(path, "w", encoding="utf-8")
 
 
 def _write_events(file: IO[str], trace: Trace) -> None:
@@ -125,9 +125,9 @@ def _write_events(file: IO[str], trace: Trace) -> None:
 # -- phases -------------------------------------------------------------------------------------------------------
 
 
-def read_phases(folder: Path) -> dict[str, list[Span]]:
+def read_phases(folder: Path, newest_bytes: int | None = None) -> dict[str, list[Span]]:
     """`phases/*.jsonl` of a run by process, the controller first; each in the order of time. Damaged lines are left
-    out, as is the half-written last line of a run that runs."""
+    out, as is the half-written last line of a run that runs. `newest_bytes`: of each file only its end."""
     files = sorted(
         folder.glob("phases/*.jsonl"), key=lambda file: (file.stem != CONTROLLER, _natural(file.stem))
     )
@@ -135,6 +135,10 @@ def read_phases(folder: Path) -> dict[str, list[Span]]:
     for path in files:
         try:
             with open_regular(path) as file:
+                if newest_bytes is not None and file.seek(0, os.SEEK_END) > newest_bytes:
+                    file.seek(-newest_bytes, os.SEEK_END)  # most likely into a line, which is then no span
+                else:
+                    file.seek(0)
                 spans = [span for line in complete_lines(file) if (span := _span(parse_row(line)))]
         except (OSError, ValueError) as error:
             logger.warning("%s cannot be read (%s) and is left out", path, error)
@@ -153,11 +157,8 @@ def _natural(name: str) -> list[tuple[int, str]]:
 def _span(row: Mapping[str, Any] | None) -> Span | None:
     if row is None or not isinstance(row.get("name"), str):
         return None
-    numbers = [row.get(name) for name in ("start", "end", "step")]
-    if any(not isinstance(value, int | float) or not math.isfinite(value) for value in numbers):
-        return None
-    start, end, step = (float(value) for value in numbers)  # type: ignore[arg-type]
-    if not 0 <= start <= end < 1e12:
+    start, end, step = (number_or_nan(row.get(name)) for name in ("start", "end", "step"))
+    if math.isnan(step) or not 0 <= start <= end < 1e12:
         return None
     return Span(row["name"], round(start * 1e6), round(end * 1e6), int(step))
 
@@ -198,6 +199,56 @@ def nested_tracks(spans: list[Span]) -> list[list[Span]]:
         else:
             tracks.append(([span], [span.end]))
     return [placed for placed, _ in tracks]
+
+
+# -- the viewer's timeline ----------------------------------------------------------------------------------------
+
+
+def timeline(folder: Path, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The newest steps' phases: of `phases/`, else the times in rows of metrics, laid end to end."""
+    phases = read_phases(folder, TIMELINE_BYTES)
+    spans = [(process, span) for process in sorted(phases) for span in phases[process]]
+    spans = spans or [(CONTROLLER, span) for span in _laid_out(rows[-TIMELINE_STEPS:])]
+    newest = max((span.step for _, span in spans), default=0)
+    steps = TIMELINE_STEPS
+    while (
+        len(kept := [each for each in spans if each[1].step > newest - steps]) > TIMELINE_SPANS and steps > 1
+    ):
+        steps //= 2
+    kept = sorted(kept[-TIMELINE_SPANS:], key=lambda each: (each[1].start, -each[1].end))
+    origin = kept[0][1].start if kept else 0
+
+    def seconds(time_us: int) -> float:
+        return round((time_us - origin) / 1e6, 4)
+
+    return {
+        "origin": origin / 1e6,
+        "spans": [[process, s.name, seconds(s.start), seconds(s.end), s.step] for process, s in kept],
+    }
+
+
+def _laid_out(rows: list[dict[str, Any]]) -> Iterator[Span]:
+    """Runs that recorded no phases: one process, one phase after the other, in the order they were measured."""
+    at = 0
+    for row in rows:
+        times = {
+            name[9:]: round(seconds * 1e6)
+            for name, seconds in row.items()
+            if name.startswith("timing_s/") and 0 <= seconds < 1e12
+        }
+        whole = times.pop("step", None)
+        apart = {name: times.pop(name) for name in ("testing", "save_checkpoint") if name in times}
+        length = sum(times.values()) if whole is None else whole
+        if length:
+            yield Span("step", at, at + length, row["step"])
+        begin = at
+        for name, duration in times.items():
+            yield Span(name, begin, begin + duration, row["step"])
+            begin += duration
+        at = max(at + length, begin)
+        for name, duration in apart.items():
+            yield Span(name, at, at + duration, row["step"])
+            at += duration
 
 
 # -- the trace ----------------------------------------------------------------------------------------------------
@@ -256,8 +307,8 @@ class Trace:
             if row["step"] not in starts:
                 continue
             for name, metric in COUNTERS.items():
-                value = row.get(metric)
-                if isinstance(value, int | float) and math.isfinite(value):
+                value = number_or_nan(row.get(metric))
+                if not math.isnan(value):
                     yield {
                         "ph": "C",
                         "name": name,

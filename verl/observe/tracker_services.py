@@ -5,6 +5,7 @@ Each is called from one thread (`verl/observe/background.py`) with numbers only;
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import time
@@ -16,6 +17,7 @@ from typing import Any
 from verl.errors import ConfigError, VerlError, missing_package
 from verl.observe.background import Service
 from verl.observe.jsonl import jsonable
+from verl.observe.run_facts import flat_config
 from verl.observe.run_folder import RunFolder
 
 SAMPLES = "validation/samples"
@@ -79,10 +81,7 @@ class Wandb:
         run_folder: RunFolder,
         proxy: str | None,
     ) -> None:
-        try:
-            import wandb
-        except ImportError:
-            raise missing_package("wandb", "wandb", "trainer.logger=wandb") from None
+        wandb = _load("wandb")
         self._wandb = wandb
         settings = wandb.Settings(http_proxy=proxy, https_proxy=proxy) if proxy else None
         self._run = wandb.init(
@@ -140,16 +139,14 @@ class Mlflow:
     METRICS_PER_CALL = 1000
 
     def __init__(self, project: str, experiment: str, config: Mapping[str, Any]) -> None:
-        try:
-            import mlflow
-        except ImportError:
-            raise missing_package("mlflow", "mlflow", "trainer.logger=mlflow") from None
+        mlflow = _load("mlflow")
         self._entities = mlflow.entities
         self._client = mlflow.MlflowClient()
         found = self._client.get_experiment_by_name(project)
         number = self._client.create_experiment(project) if found is None else found.experiment_id
         self._run = self._client.create_run(number, run_name=experiment).info.run_id
-        params = [mlflow.entities.Param(_mlflow_name(key), text[:500]) for key, text in _flat(config)]
+        flat = flat_config(config)
+        params = [mlflow.entities.Param(_mlflow_name(key), str(value)[:500]) for key, value in flat.items()]
         for start in range(0, len(params), self.PARAMS_PER_CALL):
             self._client.log_batch(self._run, params=params[start : start + self.PARAMS_PER_CALL])
 
@@ -175,10 +172,7 @@ class Trackio:
     """trackio: in TRACKIO_DIR of this machine, or in the Space of TRACKIO_SPACE_ID."""
 
     def __init__(self, project: str, experiment: str, config: Mapping[str, Any]) -> None:
-        try:
-            import trackio
-        except ImportError:
-            raise missing_package("trackio", "trackio", "trainer.logger=trackio") from None
+        trackio = _load("trackio")
         self._trackio = trackio
         self._run = trackio.init(project=project, name=experiment, config=dict(config), embed=False)
 
@@ -202,10 +196,7 @@ class Swanlab:
     def __init__(
         self, project: str, experiment: str, config: Mapping[str, Any], run_folder: RunFolder
     ) -> None:
-        try:
-            import swanlab
-        except ImportError:
-            raise missing_package("swanlab", "swanlab", "trainer.logger=swanlab") from None
+        swanlab = _load("swanlab")
         self._swanlab = swanlab
         folder = run_folder.path / "swanlog"
         folder.mkdir(exist_ok=True)
@@ -233,6 +224,13 @@ class Swanlab:
         self._run.finish(state="crashed" if failed else "success", error="the run failed" if failed else None)
 
 
+def _load(package: str) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        raise missing_package(package, package, f"trainer.logger={package}") from None
+
+
 def plain(value: Any) -> Any:
     """What a cell of a table can hold: a number or a text."""
     value = jsonable(value)
@@ -242,15 +240,6 @@ def plain(value: Any) -> Any:
 def _table(rows: list[Any]) -> tuple[list[str], list[list[Any]]]:
     columns = list(rows[0])
     return columns, [[plain(row.get(column)) for column in columns] for row in rows]
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """`{"a": {"b": 1}}` -> `("a.b", "1")`."""
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", str(value)
 
 
 def _mlflow_name(name: str) -> str:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from verl.config.known import LOGGERS
 from verl.errors import ConfigError
-from verl.observe.background import Background
+from verl.observe.background import Background, Tracker
 from verl.observe.console import StepConsole
 from verl.observe.tracker_services import open_service, plain
 
@@ -45,16 +45,6 @@ def register_tracker(name: str) -> Callable[[TrackerFactory], TrackerFactory]:
 
 def registered_trackers() -> tuple[str, ...]:
     return tuple(_registered)
-
-
-class Tracker(Protocol):
-    """Takes the metrics of a step and, where it can show them, samples of validation."""
-
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None: ...
-
-    def log_samples(self, step: int, rows: list[Any]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def build_trackers(
@@ -143,7 +133,7 @@ class FanOut:
                 )
 
 
-class FileTracker:
+class FileTracker(Tracker):
     """`metrics.jsonl` of the run folder. Samples are written by the loop, which has all of them."""
 
     def __init__(self, run_folder: RunFolder) -> None:
@@ -154,14 +144,8 @@ class FileTracker:
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._run_folder.append_metrics(step, metrics, self.findings)
 
-    def log_samples(self, step: int, rows: list[Any]) -> None:
-        return None
 
-    def close(self) -> None:
-        return None
-
-
-class ConsoleTracker:
+class ConsoleTracker(Tracker):
     """Lines or the live display; of samples, the first few as text."""
 
     def __init__(self, console: StepConsole) -> None:

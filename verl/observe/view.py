@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.errors import ConfigError, DataError
-from verl.observe.run_facts import facts, notes
+from verl.observe.run_facts import FIRST_SHOWN, facts, notes
 from verl.observe.run_reader import (
     Run,
     SampleFiles,
@@ -31,7 +31,6 @@ from verl.observe.run_reader import (
     notices,
     open_run,
     state_of,
-    with_turns,
 )
 from verl.observe.terminal import escape_control
 
@@ -45,23 +44,6 @@ PIPE_WIDTH = 100
 FOLLOW_S = 1.0
 SETTLE_POLLS = 5
 """A run that restarts itself releases its folder for a moment: this many polls without a process mean its end."""
-_SHOWN = (
-    "reward/mean",
-    "train/loss",
-    "val/loss",
-    "val-core/*",
-    "actor/kl_loss",
-    "actor/kl",
-    "actor/ppo_kl",
-    "actor/entropy",
-    "response_length/mean",
-    "response_length/clip_ratio",
-    "actor/grad_norm",
-    "train/grad_norm",
-    "critic/vf_loss",
-    "perf/throughput",
-    "timing_s/*",
-)
 _STATE_STYLES = {"running": "green", "finished": "green", "stopped": "yellow", "waiting": "yellow"}
 _SAMPLE_TEXTS = {"prompt": "dim", "response": "", "ground_truth": "green", "error": "red"}
 _UID = re.compile(r"(?:\d+-)?(\d+)(?:\.\d+)?(?:#\d+)?")
@@ -100,61 +82,56 @@ def run(args: argparse.Namespace) -> int:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name} is {value}; it must be 1 or more")
-    return _run(args, make_console())
-
-
-def _run(args: argparse.Namespace, console: Console) -> int:
-    paths: list[Path] = args.run or find_runs(HOME)[:1] or [HOME]
-    if args.serve:
-        return _serve(paths, args.port, args.outside, console)
-    if args.port is not None:
+    if args.port is not None and not args.serve:
         raise ConfigError("--port is the port of --serve, which was not given")
-    if args.outside and not args.html:
+    if args.port is not None and not 0 <= args.port < 1 << 16:
+        raise ConfigError(f"--port is {args.port}; it must be between 0 (any free port) and 65535")
+    if args.outside and not (args.serve or args.html):
         raise ConfigError("--outside is for --serve and --html; in the terminal everything is read")
-    if len(paths) > 1 and not args.html:
+    paths: list[Path] = args.run or find_runs(HOME)[:1] or [HOME]
+    if len(paths) > 1 and not (args.serve or args.html):
         raise ConfigError("several runs are compared in the browser: add --serve, or --html for one file")
-    path = paths[0]
-    if path.is_dir() and not is_run(path):
-        found = find_runs(path)
-        if not found:
-            raise DataError(f"there is no run in or below {path}; give a run folder: verl view RUN")
-        write(console, listing(found))
+    several = [path for path in paths if path.is_dir() and not is_run(path)]
+    runs = [run for path in paths for run in (find_runs(path) if path in several else [path])]
+    if not runs:
+        raise DataError(f"there is no run in or below {paths[0]}; give a run folder: verl view RUN")
+    console = make_console()
+    if args.serve:
+        return _serve(runs, args.port, args.outside, console)
+    if several:
+        write(console, listing(runs))
         return 0
-    seen = open_run(path)
+    return _show(open_run(runs[0]), runs[1:], args, console)
+
+
+def _show(seen: Run, others: list[Path], args: argparse.Namespace, console: Console) -> int:
     if args.html:
         from verl.observe.report import write_report
 
         try:
-            write(console, styled(str(write_report(seen.path, others=paths[1:], outside=args.outside))))
+            write(console, styled(str(write_report(seen.path, others=others, outside=args.outside))))
         except OSError as error:
-            raise DataError(f"report.html cannot be written to {path}: {error.strerror or error}") from None
-        return 0
-    if any((args.step is not None, args.best, args.worst, args.grep, args.uid, args.val)):
+            reason = error.strerror or error
+            raise DataError(f"report.html cannot be written to {seen.path}: {reason}") from None
+    elif any((args.step is not None, args.best, args.worst, args.grep, args.uid, args.val)):
         chosen = list(choose_samples(seen, args))
         for title, row in chosen:
             write(console, sample_text(title, row, sys.maxsize if args.full else 1200))
         if not chosen:
             write(console, styled(f"no sample of {seen.name} matches", "yellow"))
-        return 0 if chosen else 1
-    if args.follow:
+            return 1
+    elif args.follow:
         follow(seen, console, args.metric)
     else:
         write(console, overview(seen, args.metric))
     return 0
 
 
-def _serve(paths: list[Path], port: int | None, outside: bool, console: Console) -> int:
+def _serve(runs: list[Path], port: int | None, outside: bool, console: Console) -> int:
     from verl.observe.web_data import WebData
     from verl.observe.web_server import WebServer
 
-    if port is not None and not 0 <= port < 1 << 16:
-        raise ConfigError(f"--port is {port}; it must be between 0 (any free port) and 65535")
-    found = [
-        run for path in paths for run in (find_runs(path) if path.is_dir() and not is_run(path) else [path])
-    ]
-    if not found:
-        raise DataError(f"there is no run in or below {paths[0]}; give a run folder: verl view RUN --serve")
-    with WebServer(WebData(found, live=True, outside=outside), port) as server:
+    with WebServer(WebData(runs, live=True, outside=outside), port) as server:
         write(console, styled(f"{server.url}/   (Ctrl-C ends)"))
         with contextlib.suppress(KeyboardInterrupt):
             server.serve_forever()
@@ -175,8 +152,8 @@ def overview(seen: Run, patterns: list[str] | None = None, *, samples: bool = Tr
         blocks.append(styled(f"{notice.when}: {notice.finding.line}", "yellow" if notice.recent else "dim"))
     if not found:
         blocks.append(styled("nothing to report", "dim"))
-    validation = not seen.rollouts.steps()
-    if samples and (seen.validation if validation else seen.rollouts).steps():
+    validation = not seen.samples("rollouts").steps()
+    if samples and seen.samples("validation" if validation else "rollouts").steps():
         args = argparse.Namespace(step=None, best=1, worst=1, grep=None, uid=None, val=validation, limit=None)
         blocks.append(
             styled("\nsamples (--best, --worst, --step, --grep, --id and --val show others)", "bold")
@@ -198,8 +175,9 @@ def metrics_table(seen: Run, patterns: list[str] | None = None) -> RenderableTyp
     from verl.observe.console import sparkline
 
     names = seen.log.names()
-    shown = [n for pattern in patterns or _SHOWN for n in names if fnmatch.fnmatchcase(n, pattern)]
-    shown = [name for name in dict.fromkeys(shown) if seen.log.points(name)]
+    chosen = patterns or ("val-core/*", *FIRST_SHOWN, "timing_s/*")
+    matches = (name for pattern in chosen for name in names if fnmatch.fnmatchcase(name, pattern))
+    shown = [name for name in dict.fromkeys(matches) if seen.log.points(name)]
     if not shown:
         if patterns and names:
             raise DataError(f"--metric {' '.join(patterns)}: no such metric. There are: {', '.join(names)}")
@@ -236,7 +214,7 @@ def listing(paths: list[Path]) -> RenderableType:
 
 def choose_samples(seen: Run, args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
     """(title, row) of the samples asked for; DataError names the steps there are when there is none of --step."""
-    files = seen.validation if args.val else seen.rollouts
+    files = seen.samples("validation" if args.val else "rollouts")
     steps = files.steps()
     if not steps:
         raise DataError(f"there are no samples in {files.folder}")
@@ -297,10 +275,21 @@ def _title(step: int, row: dict[str, Any]) -> str:
 
 def _texts(row: dict[str, Any]) -> list[tuple[str, Any]]:
     """What is shown of a sample, in order: prompt, response or turns, truth, error."""
-    shown = with_turns(row)
-    turns = [name for name in shown if name not in row]
-    names = ["prompt", *(turns or ["response"]), "ground_truth", "error"]
-    return [(name, shown.get(name)) for name in names]
+    turns = row.get("turns")
+    responses = [("response", row.get("response"))]
+    if isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns):
+        responses = [
+            (f"{number} {turn.get('role', '')}", _turn(turn)) for number, turn in enumerate(turns, 1)
+        ]
+    others = [(name, row.get(name)) for name in ("prompt", "ground_truth", "error")]
+    return [others[0], *responses, *others[1:]]
+
+
+def _turn(turn: dict[str, Any]) -> str:
+    reward = turn.get("reward")
+    return f"{turn.get('content', '')}" + (
+        f"\n(reward {reward:g})" if isinstance(reward, int | float) else ""
+    )
 
 
 def sample_text(title: str, row: dict[str, Any], characters: int) -> RenderableType:

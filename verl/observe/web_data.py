@@ -5,29 +5,41 @@ Everything comes from the files of run folders and is text or numbers, never HTM
 
 from __future__ import annotations
 
+import codecs
 import json
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl.observe.curves import CurveLog, timeline
-from verl.observe.jsonl import jsonable
-from verl.observe.lineage import read_lineage
+import numpy as np
+
+from verl.errors import DataError
+from verl.observe.jsonl import jsonable, number_or_nan
 from verl.observe.run_facts import (
     config_changes,
+    curves,
     default_config,
     facts,
     flat_config,
     notes,
     parent_folder,
 )
-from verl.observe.run_folder import expanded
-from verl.observe.run_reader import Notice, Run, notices, open_run, read_crash, refuse_links_out, state_of
-from verl.observe.sample_index import SampleIndex, StepColumns, number_or_nan
-from verl.observe.web_tokens import StepTokens
+from verl.observe.run_folder import expanded, read_lineage
+from verl.observe.run_reader import (
+    KINDS,
+    Notice,
+    Run,
+    notices,
+    open_run,
+    read_crash,
+    refuse_links_out,
+    state_of,
+)
+from verl.observe.sample_index import SampleIndex, StepColumns
+from verl.observe.token_table import COLUMNS, TokenFile
+from verl.observe.trace import timeline
 
-KINDS = ("rollouts", "validation")
 MAX_PARENTS = 20
 MAX_GROUP_TOKENS = 1 << 21
 """Of the responses to a prompt, no more have their tokens: a small file can hold very many."""
@@ -39,18 +51,14 @@ class RunData:
 
     def __init__(self, identity: str, path: Path, *, outside: bool) -> None:
         self.id = identity
-        self.run: Run = open_run(path, outside=outside)
+        self.run: Run = open_run(path, outside=outside, tail_bytes=1 << 40)
         self.lineage = read_lineage(self.run.path)
         self.parent: RunData | None = None
-        self._curves = CurveLog(self.run.path / "metrics.jsonl")
-        self._indexes = {kind: SampleIndex(self.files(kind)) for kind in KINDS}
+        self._indexes = {kind: SampleIndex(self.run.samples(kind)) for kind in KINDS}
         self._packed: dict[str, tuple[int, bytes]] = {}
         # The first look at a large folder takes seconds: the other parts of the page do not wait for it.
-        self._lock, self._curve_lock = threading.Lock(), threading.Lock()
+        self._lock = threading.Lock()
         self._index_locks = {kind: threading.RLock() for kind in KINDS}
-
-    def files(self, kind: str) -> Any:
-        return self.run.rollouts if kind == "rollouts" else self.run.validation
 
     def entry(self) -> dict[str, Any]:
         """This run in `runs.json`."""
@@ -95,9 +103,9 @@ class RunData:
         return [f"it was forked from {name}, which is not shown: give that run too, or --outside"]
 
     def metrics(self) -> dict[str, Any]:
-        with self._curve_lock:
-            self._curves.poll()
-            return self._curves.to_json()
+        with self._lock:
+            self.run.log.poll()
+            return curves(self.run.log.rows)
 
     def timeline(self) -> dict[str, Any]:
         with self._lock:
@@ -146,7 +154,7 @@ class RunData:
             return
         tokens = self._tokens(index, kind, step, left_out=not with_tokens)
         rows: dict[int, list[int]] = {}
-        for row, code in enumerate(columns.uid):
+        for row, code in enumerate(columns["uid"]):
             rows.setdefault(code, []).append(row)
         for code, chosen in rows.items():
             yield f"{step}/{code}", _group(index, columns, code, chosen, tokens)
@@ -226,8 +234,7 @@ def _group(
     index: SampleIndex, columns: StepColumns, code: int, rows: list[int], tokens: StepTokens
 ) -> dict[str, Any]:
     found, shown = [], 0
-    for row, sample in index.rows(columns, rows):
-        line = columns.line[row]
+    for line, sample in index.rows(columns, rows):
         own = tokens.row(line) if shown < MAX_GROUP_TOKENS else None
         shown += len(own["texts"]) if own else 0
         found.append({**_response(line, sample), "tokens": own})
@@ -269,3 +276,77 @@ def _count(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) < 19):
         raise KeyError(text)
     return int(text)
+
+
+# -- tokens -----------------------------------------------------------------------------------------------------------
+
+
+def whole_characters(parts: Sequence[bytes]) -> list[str]:
+    """A text for each part; a character that is spread over parts is at the one that completes it. Bytes that are no
+    UTF-8 become replacement characters."""
+    try:
+        return [part.decode() for part in parts]
+    except UnicodeDecodeError:
+        pass  # a character is spread over parts, or there are bytes of none
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    texts = [decoder.decode(part) for part in parts]
+    if texts:
+        texts[-1] += decoder.decode(b"", final=True)
+    return texts
+
+
+class StepTokens:
+    """The tokens of the responses of one step; where there are none, `note` says why."""
+
+    def __init__(
+        self, folder: Path, step: int, wanted: Any, *, training: bool = True, left_out: bool = False
+    ) -> None:
+        self._file: TokenFile | None = None
+        self.note = ""
+        path = folder / f"{step}.parquet"
+        earlier = folder / f"{step}.tokens"
+        if not training:
+            self.note = "Tokens are recorded for training responses only."
+        elif not path.is_file() and earlier.is_file():
+            self.note = (
+                f"{earlier.name} was written by an earlier version of verl, whose format is no longer read."
+            )
+        elif not path.is_file() and wanted is False:
+            self.note = "Tokens were not recorded: trainer.token_data=True records them."
+        elif not path.is_file():
+            self.note = f"There is no {path.name}: runs with trainer.token_data=True write it."
+        elif left_out:
+            self.note = "The tokens of this step are not in the report; verl view RUN --serve shows them."
+        else:
+            try:
+                self._file = TokenFile(path)
+            except DataError as error:
+                self.note = str(error)
+
+    def row(self, line: int) -> dict[str, Any] | None:
+        """Texts and numbers of the response on a line of the samples; None where there are none."""
+        if self._file is None or line >= len(self._file):
+            return None
+        try:
+            row = self._file.row(line)
+        except DataError as error:
+            self.note = str(error)
+            return None
+        return {
+            "texts": whole_characters(row.texts),
+            **{name: _numbers(getattr(row, name)) for name in COLUMNS},
+        }
+
+
+def _numbers(values: Any) -> Any:
+    """None, a number or a list of numbers, with three digits; None for NaN."""
+    if values is None:
+        return None
+    if isinstance(values, float):
+        return None if values != values else float(f"{values:.3g}")
+    if values.dtype.kind in "iu":
+        return values.tolist()
+    # Few distinct numbers: each is formatted once.
+    distinct, inverse = np.unique(values, return_inverse=True)
+    short = [None if value != value else float(f"{value:.3g}") for value in distinct.tolist()]
+    return [short[code] for code in inverse.tolist()]

@@ -14,8 +14,8 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from verl import http_server
 from verl.errors import ConfigError
+from verl.observe.report import page
 from verl.observe.web_data import WebData
-from verl.observe.web_page import page
 
 logger = logging.getLogger(__name__)
 

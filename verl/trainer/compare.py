@@ -6,13 +6,12 @@ Numbers are equal only where they are equal in every bit; times and speeds are l
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from verl.observe.jsonl import read_jsonl, read_metrics
-from verl.observe.run_folder import expanded
+from verl.observe.run_reader import KINDS, Run
 
 _TIMED = ("timing", "perf/")
 _NOT_COMPARED = ("step", "findings")
@@ -75,43 +74,34 @@ class Comparison:
 class Files:
     """The files of one run that are compared."""
 
+    run: Run
     metrics: dict[int, dict[str, Any]]
-    rollouts: Path
-    validation: Path
     left_out: tuple[str, ...] = ()
     """Prefixes of metrics that are not compared."""
 
     @classmethod
-    def of(cls, folder: Path, rollouts: str | None = None, validation: str | None = None) -> Files:
-        """`rollouts`, `validation`: folders of samples that the config names."""
-        return cls(
-            {row["step"]: row for row in read_metrics(folder / "metrics.jsonl")},
-            expanded(str(rollouts)) if rollouts else folder / "rollouts",
-            expanded(str(validation)) if validation else folder / "validation",
-        )
+    def of(cls, run: Run, left_out: tuple[str, ...] = ()) -> Files:
+        rows = read_metrics(run.path / "metrics.jsonl")
+        return cls(run, {row["step"]: row for row in rows}, left_out)
 
 
 def compare(recorded: Files, repeated: Files, steps: Iterable[int], *, samples: bool) -> Comparison:
     """Compare these steps up to the first difference; `samples`: whether the command writes responses."""
-    found = Comparison()
+    comparison = Comparison()
+    comparison.difference = next(_differences(comparison, recorded, repeated, steps, samples), None)
+    return comparison
+
+
+def _differences(
+    comparison: Comparison, recorded: Files, repeated: Files, steps: Iterable[int], samples: bool
+) -> Iterator[Difference]:
     for step in steps:
         if step not in repeated.metrics and step not in recorded.metrics:
             continue
-        if samples and step:
-            found.difference = _compare_samples(found, step, recorded.rollouts, repeated.rollouts, "rollouts")
-        found.difference = found.difference or _compare_metrics(
-            found, step, recorded, repeated, samples, False
-        )
-        if samples and not found.difference:
-            found.difference = _compare_samples(
-                found, step, recorded.validation, repeated.validation, "validation"
-            )
-        found.difference = found.difference or _compare_metrics(
-            found, step, recorded, repeated, samples, True
-        )
-        if found.difference:
-            break
-    return found
+        for kind in KINDS:
+            if samples and (step or kind == "validation"):
+                yield from _compare_samples(comparison, step, recorded, repeated, kind)
+            yield from _compare_metrics(comparison, step, recorded, repeated, samples, kind == "validation")
 
 
 def metrics_differ(recorded: Files, step: int, repeated: Mapping[str, Any]) -> bool:
@@ -127,51 +117,49 @@ def _compared(row: Mapping[str, Any], left_out: tuple[str, ...]) -> list[str]:
 
 
 def _compare_metrics(
-    found: Comparison, step: int, recorded: Files, repeated: Files, samples: bool, validation: bool
-) -> Difference | None:
+    comparison: Comparison, step: int, recorded: Files, repeated: Files, samples: bool, validation: bool
+) -> Iterator[Difference]:
     one, other = recorded.metrics.get(step), repeated.metrics.get(step)
     if one is None or other is None:
         if not validation:
             which = "recorded" if one is None else "repeated"
-            found.notes.append(f"step {step}: the {which} run has no line in metrics.jsonl")
-        return None
+            comparison.notes.append(f"step {step}: the {which} run has no line in metrics.jsonl")
+        return
     names, again = (
         [name for name in _compared(row, recorded.left_out) if name.startswith("val") == validation]
         for row in (one, other)
     )
     alone = {*names} ^ {*again}
     if alone:
-        found.notes.append(f"step {step}: only one of the two runs measured {', '.join(sorted(alone))}")
+        comparison.notes.append(f"step {step}: only one of the two runs measured {', '.join(sorted(alone))}")
     for name in names:
         if name not in alone:
-            found.numbers += 1
+            comparison.numbers += 1
             if one[name] != other[name]:
-                return Difference(step, name, one[name], other[name], NUMERICS if samples else OFFLINE)
-    return None
+                yield Difference(step, name, one[name], other[name], NUMERICS if samples else OFFLINE)
 
 
 def _compare_samples(
-    found: Comparison, step: int, recorded: Path, repeated: Path, kind: str
-) -> Difference | None:
-    files = recorded / f"{step}.jsonl", repeated / f"{step}.jsonl"
+    comparison: Comparison, step: int, recorded: Files, repeated: Files, kind: str
+) -> Iterator[Difference]:
+    files = [run.samples(kind).folder / f"{step}.jsonl" for run in (recorded.run, repeated.run)]
     there = [file.is_file() for file in files]
     if not all(there):
         if any(there):
             which = "recorded" if there[1] else "repeated"
-            found.notes.append(f"step {step}: the {which} run has no {kind}/{step}.jsonl")
-        return None
+            comparison.notes.append(f"step {step}: the {which} run has no {kind}/{step}.jsonl")
+        return
     one, other = (list(read_jsonl(file)) for file in files)
-    found.responses += min(len(one), len(other))
+    comparison.responses += min(len(one), len(other))
     # Over all rows first what comes first: a score that follows from another response is no finding of its own.
     for part in _PARTS:
         for line, (row, again) in enumerate(zip(one, other, strict=False), start=1):
             different = _first_field(row, again, part)
             if different is not None:
                 name, before, after, cause = different
-                return Difference(step, f"{name} in line {line} of {kind}/{step}.jsonl", before, after, cause)
+                yield Difference(step, f"{name} in line {line} of {kind}/{step}.jsonl", before, after, cause)
     if len(one) != len(other):
-        return Difference(step, f"responses in {kind}/{step}.jsonl", len(one), len(other), DATA)
-    return None
+        yield Difference(step, f"responses in {kind}/{step}.jsonl", len(one), len(other), DATA)
 
 
 def _first_field(

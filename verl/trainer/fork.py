@@ -25,8 +25,7 @@ from verl.config.schema import OfflineConfig, PPOConfig
 from verl.config.sources import dump_yaml, parse_overrides, set_path
 from verl.errors import ConfigError, VerlError
 from verl.observe.jsonl import dumps, jsonable
-from verl.observe.lineage import LINEAGE, Lineage
-from verl.observe.run_folder import write_atomically
+from verl.observe.run_folder import LINEAGE, Lineage, write_atomically
 from verl.runtime import run_command
 from verl.trainer.recorded import Recorded, open_recorded
 

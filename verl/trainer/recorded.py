@@ -6,6 +6,7 @@ Nothing here writes to the folder.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,25 +14,26 @@ from verl.checkpoint.steps import StepFolder, list_steps, problems, step_name
 from verl.config.keys import get, schema_keys
 from verl.config.load import from_dict, to_dict
 from verl.config.recipes import COMMANDS
-from verl.config.schema import DPOConfig, OfflineConfig, PPOConfig, RewardTrainingConfig, SFTConfig
 from verl.config.sources import del_path, load_yaml, set_path
 from verl.errors import ConfigError, DataError
 from verl.observe.jsonl import jsonable
-from verl.observe.lineage import Lineage, read_lineage
-from verl.observe.run_folder import expanded
+from verl.observe.run_facts import config_class, flat_config
+from verl.observe.run_folder import Lineage, expanded, read_lineage
+from verl.observe.run_reader import Run
 
 if TYPE_CHECKING:
+    from verl.config.schema import OfflineConfig, PPOConfig
+
     Trained = type[PPOConfig] | type[OfflineConfig]
 
 
-@dataclass(frozen=True)
-class Recorded:
-    """A run that wrote its config."""
+@dataclass
+class Recorded(Run):
+    """A run that wrote its config: every key, with what followed from others."""
 
-    path: Path
-    kind: Trained
-    values: dict[str, Any]
-    """config.yaml: every key, with what followed from others."""
+    @cached_property
+    def kind(self) -> Trained:
+        return config_class(flat_config(self.config))
 
     @property
     def command(self) -> str:
@@ -40,15 +42,6 @@ class Recorded:
     @property
     def lineage(self) -> Lineage | None:
         return read_lineage(self.path)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """A key by its full name."""
-        value: Any = self.values
-        for part in name.split("."):
-            if not isinstance(value, dict) or part not in value:
-                return default
-            value = value[part]
-        return value
 
     def checkpoints(self) -> list[StepFolder]:
         """Those with a manifest and their own name, oldest first; files are not read."""
@@ -77,7 +70,7 @@ class Recorded:
         """The values without those that follow from the others: what a user would have to give. A key that another is
         changed for can then follow it."""
         tree: dict[str, Any] = {}
-        whole = self._built(self.values)
+        whole = self._built(self.config)
         keys = schema_keys(self.kind)
         default = from_dict(self.kind, {}, checked=False, quiet=True)
         chosen = [name for name in keys if get(whole, name) != get(default, name)]
@@ -108,20 +101,11 @@ def open_recorded(path: Path) -> Recorded:
         kind = "has no config.yaml" if path.is_dir() else "is no folder"
         raise DataError(f"{path} {kind}; give a run folder (checkpoints/PROJECT/EXPERIMENT)")
     values = load_yaml(path / "config.yaml")
-    return Recorded(path, _kind(values, path), values)
-
-
-def _kind(values: dict[str, Any], path: Path) -> Trained:
-    if "actor_rollout_ref" in values:
-        return PPOConfig
-    if "model" not in values or "trainer" not in values:
+    if "actor_rollout_ref" not in values and not {"model", "trainer"} <= values.keys():
         raise ConfigError(
             f"{path / 'config.yaml'} is not of a training command: {', '.join(COMMANDS.values())}"
         )
-    algorithm = values.get("algorithm")
-    if isinstance(algorithm, dict) and "loss" in algorithm:
-        return DPOConfig
-    return RewardTrainingConfig if algorithm else SFTConfig
+    return Recorded(path, values)
 
 
 def _different(keys: Any, one: Any, other: Any) -> list[str]:

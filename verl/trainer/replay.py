@@ -15,7 +15,6 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from copy import deepcopy
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +25,10 @@ from verl.config.parallelism import world_size
 from verl.config.schema import OfflineConfig, PPOConfig
 from verl.config.sources import set_path
 from verl.errors import CheckpointError, ConfigError, DataError, VerlError
+from verl.observe.background import Tracker
 from verl.observe.jsonl import dumps
 from verl.observe.run_folder import expanded
+from verl.observe.run_reader import Run
 from verl.runtime import exits_as_errors
 from verl.trainer.compare import ENGINE_LOG_PROBS, NUMERICS, Comparison, Files, compare, metrics_differ
 from verl.trainer.recorded import Recorded, open_recorded
@@ -55,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
     recorded = open_recorded(args.run)
     start = first_checkpoint(recorded, args.step, args.start)
     before = 0 if start is None else read_manifest(start).step
-    files = recorded_files(recorded)
+    several_turns = recorded.get("actor_rollout_ref.rollout.multi_turn.enable", False)
+    files = Files.of(recorded, ENGINE_LOG_PROBS if several_turns else ())
     require_recorded(recorded, files, args.step)
     origin = "the start" if start is None else start.name
     logger.info("repeating steps %d to %d of %s from %s", before + 1, args.step, recorded.path, origin)
@@ -64,25 +66,13 @@ def run(args: argparse.Namespace) -> int:
         repeat(cfg, args.step, files)
         first = before + 1 if start is not None else 0
         found = compare(
-            files, Files.of(folder), range(first, args.step + 1), samples=isinstance(cfg, PPOConfig)
+            files, Files.of(Run(folder)), range(first, args.step + 1), samples=isinstance(cfg, PPOConfig)
         )
     found.notes += depends_on_time(cfg, found)
     if args.keep:
         found.notes.append(f"the repetition is in {folder}")
     sys.stdout.write(report(found, before + 1, args.step, start) + "\n")
     return 1 if found.difference else 0
-
-
-def recorded_files(recorded: Recorded) -> Files:
-    several_turns = recorded.get("actor_rollout_ref.rollout.multi_turn.enable", False)
-    return replace(
-        Files.of(
-            recorded.path,
-            recorded.get("trainer.rollout_data_dir"),
-            recorded.get("trainer.validation_data_dir"),
-        ),
-        left_out=ENGINE_LOG_PROBS if several_turns else (),
-    )
 
 
 def depends_on_time(cfg: PPOConfig | OfflineConfig, found: Comparison) -> list[str]:
@@ -168,7 +158,7 @@ def replay_folder(run: Path, step: int, keep: bool) -> Iterator[Path]:
 
 def replay_config(recorded: Recorded, folder: Path, start: Path | None) -> PPOConfig | OfflineConfig:
     """The config the run had, with a folder of its own, another beginning, and nobody told of it."""
-    values = deepcopy(recorded.values)
+    values = deepcopy(recorded.config)
     changed: dict[str, Any] = {
         "default_local_dir": str(folder),
         "resume_mode": "disable" if start is None else "resume_path",
@@ -232,7 +222,7 @@ def _repeat_offline(cfg: OfflineConfig, step: int, recorded: Files) -> None:
             record(loop.run(), folder, tracker, data.total_steps)
 
 
-class StopAtDifference:
+class StopAtDifference(Tracker):
     """A tracker that ends a repetition early: what follows the first difference says nothing more."""
 
     def __init__(self, loop: Any, recorded: Files) -> None:
@@ -242,12 +232,6 @@ class StopAtDifference:
         # As both rows are read from files, where a number that is not finite is null.
         if metrics_differ(self._recorded, step, json.loads(dumps(metrics))):
             self._loop.request_stop()
-
-    def log_samples(self, step: int, rows: list[Any]) -> None:
-        return None
-
-    def close(self) -> None:
-        return None
 
 
 def report(found: Comparison, first: int, last: int, start: Path | None) -> str:

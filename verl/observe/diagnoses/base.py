@@ -23,39 +23,25 @@ Seen = tuple[str, str]
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """One entry of the table: a symptom with its meaning, and how it is detected."""
+    """A rule with its name and what it means when it applies; `docs/troubleshooting.md` has an entry for each."""
 
     name: str
-    symptom: str
-    """A heading."""
+    when: Literal["start", "step", "crash"]
+    """What its rule judges: the config, a step, an exception."""
     meaning: str
     """Follows a colon in a line of text."""
-    advice: str
-    """What to try, without the values of a run."""
-    when: Literal["start", "step", "crash", "asked"] = "asked"
-    """What its rule judges: the config, a step, an exception; nothing where it only answers a question."""
-    answers: tuple[str, ...] = ()
-    """Entries of the troubleshooting pages and FAQs that it answers."""
-    rule: Callable[..., Seen | None] | None = None
+    rule: Callable[..., Seen | None]
 
     def judge(self, *facts: Any) -> Finding | None:
-        seen = self.rule(*facts) if self.rule is not None else None
+        seen = self.rule(*facts)
         return None if seen is None else Finding(self.name, seen[0], self.meaning, seen[1])
 
 
 def diagnosis(
-    when: Literal["start", "step", "crash"],
-    symptom: str,
-    meaning: str,
-    advice: str,
-    *answers: str,
+    when: Literal["start", "step", "crash"], meaning: str
 ) -> Callable[[Callable[..., Seen | None]], Diagnosis]:
-    """The entry whose rule is the decorated function, under the function's name."""
-
-    def make(rule: Callable[..., Seen | None]) -> Diagnosis:
-        return Diagnosis(rule.__name__, symptom, meaning, advice, when, answers, rule)
-
-    return make
+    """Make a `Diagnosis` of the decorated rule, under the function's name."""
+    return lambda rule: Diagnosis(rule.__name__, when, meaning, rule)
 
 
 @dataclass

@@ -42,6 +42,11 @@ def _says(error: BaseException, pattern: str) -> str | None:
     return None
 
 
+def _seen(error: BaseException, pattern: str, fix: str) -> Seen | None:
+    line = _says(error, pattern)
+    return None if line is None else (line, fix)
+
+
 def _out_of_memory(error: BaseException) -> bool:
     """Also in another process, of which only the text is here."""
     if any(map(is_out_of_memory, chain(error))):
@@ -92,47 +97,21 @@ def _in_order(config: Any, steps: list[str]) -> str:
     )
 
 
-@diagnosis(
-    "crash",
-    "Out of memory while generating",
-    "weights, KV cache and training state do not fit together",
-    f"In this order: a lower `{KEY}.rollout.gpu_memory_utilization` (0.3), fewer `{KEY}.rollout.max_num_seqs` (64), "
-    f"`{KEY}.actor.fsdp_config.param_offload=True`, a shorter `data.max_response_length`, a larger "
-    f"`{KEY}.rollout.tensor_model_parallel_size`, `{KEY}.model.lora_rank=32`. `verl plan` shows what fits.",
-    "OOM during rollout (vLLM)",
-    "Rollout OOM",
-)
+@diagnosis("crash", "weights, KV cache and training state do not fit together")
 def out_of_memory_generating(error: BaseException, config: Any) -> Seen | None:
     if config is None or not _out_of_memory(error) or not _was_generating(error):
         return None
     return "out of memory while generating", _in_order(config, _rollout_memory(config))
 
 
-@diagnosis(
-    "crash",
-    "Out of memory while training",
-    "activations and optimiser state do not fit",
-    f"In this order: a smaller `{KEY}.actor.ppo_micro_batch_size_per_gpu` (and `critic.`; with dynamic batches "
-    f"`ppo_max_token_len_per_gpu`), `{KEY}.model.enable_gradient_checkpointing=True`, "
-    f"`{KEY}.actor.fsdp_config.optimizer_offload=True` and `param_offload=True` (also of `ref`), or "
-    "`offload_policy=True`, which keeps all shards in host memory; a shorter `data.max_response_length`. "
-    "A micro-batch that does not fit is split by itself where that is possible.",
-    "OOM during training",
-    "CPU offloading",
-)
+@diagnosis("crash", "activations and optimiser state do not fit")
 def out_of_memory_training(error: BaseException, config: Any) -> Seen | None:
     if config is None or not _out_of_memory(error) or _was_generating(error):
         return None
     return "out of memory", _in_order(config, [*_training_memory(config), *_rollout_memory(config)])
 
 
-@diagnosis(
-    "crash",
-    "The disk is full",
-    "checkpoints and samples need space",
-    "Free some space, set `trainer.default_local_dir` to another disk, or keep fewer checkpoints with "
-    "`trainer.max_actor_ckpt_to_keep=1`.",
-)
+@diagnosis("crash", "checkpoints and samples need space")
 def disk_full(error: BaseException, config: Any) -> Seen | None:
     if not (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)):
         return None
@@ -143,36 +122,18 @@ def disk_full(error: BaseException, config: Any) -> Seen | None:
 
 
 @diagnosis(
-    "crash",
-    "CUDA error or communication error",
-    "a kernel or a collective failed; the line that reports it need not be the one that caused it",
-    f"`{KEY}.rollout.enforce_eager=True` (no CUDA graphs), a lower `{KEY}.rollout.gpu_memory_utilization` (0.3), "
-    f"`{KEY}.rollout.name=native`; `CUDA_LAUNCH_BLOCKING=1` in the environment makes the traceback exact. For an error "
-    "inside vLLM, see its documentation for the installed version.",
-    '"CUDA error" or communication error during rollout',
-    "Illegal memory access",
+    "crash", "a kernel or a collective failed; the line that reports it need not be the one that caused it"
 )
 def cuda_error(error: BaseException, config: Any) -> Seen | None:
-    line = _says(error, r"CUDA error|illegal memory access|NCCL (error|WARN)|ncclInternalError|cudaError")
-    if line is None:
-        return None
-    return (
-        line,
-        f"{KEY}.rollout.enforce_eager=True, {KEY}.rollout.gpu_memory_utilization=0.3, and "
-        f"CUDA_LAUNCH_BLOCKING=1 for an "
-        "exact traceback",
+    return _seen(
+        error,
+        r"CUDA error|illegal memory access|NCCL (error|WARN)|ncclInternalError|cudaError",
+        f"{KEY}.rollout.enforce_eager=True, {KEY}.rollout.gpu_memory_utilization=0.3, and CUDA_LAUNCH_BLOCKING=1 for "
+        "an exact traceback",
     )
 
 
-@diagnosis(
-    "crash",
-    "Triton cannot compile (`compile_module_from_src`)",
-    "the C compiler or the CUDA headers that Triton needs are missing or do not fit",
-    f"`{KEY}.actor.use_torch_compile=False` (`critic.use_torch_compile`; `model.use_torch_compile` in "
-    "fine-tuning); to keep compilation, install gcc and a CUDA toolkit of the version torch was built with, and set "
-    "CUDA_HOME.",
-    "Triton ``compile_module_from_src`` error",
-)
+@diagnosis("crash", "the C compiler or the CUDA headers that Triton needs are missing or do not fit")
 def triton_compile(error: BaseException, config: Any) -> Seen | None:
     frames = [frame for each in chain(error) for frame in traceback.extract_tb(each.__traceback__)]
     building = any("triton" in f.filename and f.name in ("_build", "compile_module_from_src") for f in frames)
@@ -189,72 +150,40 @@ def triton_compile(error: BaseException, config: Any) -> Seen | None:
 
 @diagnosis(
     "crash",
-    '"KeyError" when loading a checkpoint, or another number of GPUs',
     "its tensors are not those of the model; another number of devices, or FSDP instead of Megatron, would do",
-    "One that does not fit the model is refused with the first name that differs: set the "
-    f"`{KEY}.model.path` and `{KEY}.model.lora_rank` it was saved with, or start anew with "
-    "`trainer.resume_mode=disable`. `verl ckpt verify RUN` reads every byte; `verl merge` makes a Hugging Face model "
-    "of it.",
-    '"KeyError" when loading checkpoint',
 )
 def checkpoint_other_model(error: BaseException, config: Any) -> Seen | None:
     if not any(isinstance(each, CheckpointError) for each in chain(error)):
         return None
-    line = _says(error, r"tensors the model (has|does not have)|shape .* in the checkpoint")
     model = "model" if config is None else f"{KEY}.model"
     keys = f"the {model}.path and {model}.lora_rank it was saved with, or trainer.resume_mode=disable"
-    return None if line is None else (line, keys)
+    return _seen(error, r"tensors the model (has|does not have)|shape .* in the checkpoint", keys)
 
 
-@diagnosis(
-    "crash",
-    "\"KeyError: 'prompt'\"",
-    "the rows have no such column",
-    "`data.prompt_key=question`, the actual name of the column. Files without the column are refused before the run, "
-    "with the columns there are; code of your own (a reward, an environment) may still raise it.",
-    "\"KeyError: 'prompt'\"",
-)
+@diagnosis("crash", "the rows have no such column")
 def prompt_column(error: BaseException, config: Any) -> Seen | None:
     wanted = "prompt" if config is None else config.data.prompt_key
     if any(isinstance(each, KeyError) and each.args[:1] == (wanted,) for each in chain(error)):
         return f"KeyError: {wanted!r}", f"data.prompt_key=NAME, the column with the prompt (now {wanted})"
-    line = _says(error, r"no column '.*' \(data\.prompt_key\)|has the columns .* but no ")
-    return None if line is None else (line, "data.prompt_key=NAME, the column with the prompt")
+    pattern = r"no column '.*' \(data\.prompt_key\)|has the columns .* but no "
+    return _seen(error, pattern, "data.prompt_key=NAME, the column with the prompt")
 
 
 @diagnosis(
-    "crash",
-    "Inconsistent behavior across nodes",
-    "nodes must have the same versions of Python, Ray, torch, CUDA and verl, and see the same files",
-    "Run `verl doctor` on every node and compare, and keep model and data on a shared file system. Ray refuses nodes "
-    "with another version of Ray or Python.",
-    "Inconsistent behavior across nodes",
+    "crash", "nodes must have the same versions of Python, Ray, torch, CUDA and verl, and see the same files"
 )
 def unequal_nodes(error: BaseException, config: Any) -> Seen | None:
-    line = _says(error, r"version mismatch|mismatched versions?\b|incompatible NCCL versions")
-    return None if line is None else (line, "`verl doctor` on every node, and the same environment on all")
+    pattern = r"version mismatch|mismatched versions?\b|incompatible NCCL versions"
+    return _seen(error, pattern, "`verl doctor` on every node, and the same environment on all")
 
 
-@diagnosis(
-    "crash",
-    "Unable to register worker with raylet",
-    "Ray started more processes than the job's limits allow, as under Slurm",
-    "`ray_kwargs.ray_init.num_cpus=N` with the CPUs of the job; for a cluster you started: `ray start --num-cpus=N`.",
-    '"Unable to register worker with raylet"',
-)
+@diagnosis("crash", "Ray started more processes than the job's limits allow, as under Slurm")
 def raylet_registration(error: BaseException, config: Any) -> Seen | None:
-    line = _says(error, r"register worker .*raylet|raylet.*(failed to start|could not connect)")
-    return None if line is None else (line, "ray_kwargs.ray_init.num_cpus=N, N the CPUs of the job")
+    pattern = r"register worker .*raylet|raylet.*(failed to start|could not connect)"
+    return _seen(error, pattern, "ray_kwargs.ray_init.num_cpus=N, N the CPUs of the job")
 
 
-@diagnosis(
-    "crash",
-    "Nodes cannot communicate",
-    "a node does not reach another one, or left the cluster",
-    "`ray status` on the head lists the nodes it knows; every node must reach the head's ports (no firewall between "
-    "them) and resolve its name. Set `NCCL_SOCKET_IFNAME` and `GLOO_SOCKET_IFNAME` where a node has several networks.",
-    "Nodes can't communicate",
-)
+@diagnosis("crash", "a node does not reach another one, or left the cluster")
 def nodes_unreachable(error: BaseException, config: Any) -> Seen | None:
     line = _says(
         error, r"Connection (refused|timed out)|No route to host|connectFullMesh|failed to connect to GCS"
@@ -269,13 +198,7 @@ def nodes_unreachable(error: BaseException, config: Any) -> Seen | None:
     )
 
 
-@diagnosis(
-    "crash",
-    "A package is missing or another version is installed",
-    "the environment does not fit",
-    "`verl doctor` lists every package with its version, the accepted range, and the command that installs it.",
-    "Dependency versions",
-)
+@diagnosis("crash", "the environment does not fit")
 def package_missing(error: BaseException, config: Any) -> Seen | None:
     if not isinstance(error, ImportError):
         return None

@@ -16,15 +16,7 @@ NEVER_INFINITE = (
 SKIPPED = tuple(f"{role}/skipped_updates" for role in ("actor", "critic", "implicit_reward", "train"))
 
 
-@diagnosis(
-    "step",
-    "NaN loss or gradient",
-    "the update was skipped and its batch saved to `bad_batches/`",
-    "Look for extreme rewards (`reward/min`, `reward/max`); half the learning rate; gradient clipping "
-    f"(`{ACTOR}.grad_clip=1.0`, the default). The critic's head and all losses are computed in float32. The run stops "
-    "itself after `trainer.health.max_skipped_steps` such updates in a row.",
-    "NaN loss",
-)
+@diagnosis("step", "the update was skipped and its batch saved to `bad_batches/`")
 def not_finite(h: History) -> Seen | None:
     for name in NEVER_INFINITE:
         value = h.latest(name)
@@ -42,16 +34,7 @@ def not_finite(h: History) -> Seen | None:
     return None
 
 
-@diagnosis(
-    "step",
-    "KL to the reference is large",
-    "the policy is far from the reference",
-    "A larger weight: `algorithm.kl_ctrl.kl_coef=0.05`, or the KL in the loss as GRPO has it: "
-    f"`{ACTOR}.use_kl_loss=True {ACTOR}.kl_loss_coef=0.01 algorithm.use_kl_in_reward=False`. The bound is "
-    "`trainer.health.kl_bound`.",
-    "KL divergence exploding",
-    "KL coefficient",
-)
+@diagnosis("step", "the policy is far from the reference")
 def kl_too_large(h: History) -> Seen | None:
     for name in ("actor/kl", "actor/kl_loss"):
         value = h.latest(name)
@@ -60,12 +43,7 @@ def kl_too_large(h: History) -> Seen | None:
     return None
 
 
-@diagnosis(
-    "step",
-    "The policy moves far in one update",
-    "the responses no longer represent the policy they train",
-    f"Half the learning rate, fewer `{ACTOR}.ppo_epochs`, or a smaller `trainer.async_training.staleness`.",
-)
+@diagnosis("step", "the responses no longer represent the policy they train")
 def update_too_large(h: History) -> Seen | None:
     update = h.latest("actor/ppo_kl")
     if update is None or abs(update) <= KL_OF_UPDATE_BOUND:
@@ -79,16 +57,7 @@ def update_too_large(h: History) -> Seen | None:
     )
 
 
-@diagnosis(
-    "step",
-    "Rollout and trainer disagree about the same tokens",
-    "this biases the gradient",
-    "`algorithm.rollout_correction.rollout_is=token` corrects for it; "
-    f"`{ROLLOUT}.name=native` and equal dtypes on both sides avoid it. With vLLM on GPUs other than Hopper and long "
-    f"contexts: `+{ROLLOUT}.engine_kwargs.vllm.disable_cascade_attn=True`. Below 0.005 is normal; the bound is "
-    "`trainer.health.probs_diff_bound`.",
-    "Missmatch between inference and training sequence (high actor/grad_norm)",
-)
+@diagnosis("step", "this biases the gradient")
 def rollout_probs_differ(h: History) -> Seen | None:
     value = h.latest("training/rollout_probs_diff_mean")
     if value is None or h.latest("training/age/max"):
@@ -107,13 +76,7 @@ def rollout_probs_differ(h: History) -> Seen | None:
     )
 
 
-@diagnosis(
-    "step",
-    "Gradient norm keeps growing",
-    "often rollout and trainer disagree",
-    f"`{ROLLOUT}.calculate_log_probs=True`, and watch `training/rollout_probs_diff_mean`; half the learning rate.",
-    "Missmatch between inference and training sequence (high actor/grad_norm)",
-)
+@diagnosis("step", "often rollout and trainer disagree")
 def gradient_norm_growing(h: History) -> Seen | None:
     norms = [v for v in h.series("actor/grad_norm") if math.isfinite(v)]
     if len(norms) < 20:
@@ -127,15 +90,7 @@ def gradient_norm_growing(h: History) -> Seen | None:
     )
 
 
-@diagnosis(
-    "step",
-    "Loss oscillating",
-    "updates overshoot",
-    f"A lower learning rate (1e-6 or below for a policy), `{ACTOR}.clip_ratio=0.1`, a larger "
-    f"`{ACTOR}.ppo_mini_batch_size`; look at the distribution of rewards.",
-    "Loss oscillating or not decreasing",
-    "Learning rate",
-)
+@diagnosis("step", "updates overshoot")
 def loss_oscillating(h: History) -> Seen | None:
     name = "train/loss" if h.offline else "actor/pg_loss"
     values = [v for v in h.series(name) if math.isfinite(v)][-20:]
@@ -155,15 +110,7 @@ def loss_oscillating(h: History) -> Seen | None:
     )
 
 
-@diagnosis(
-    "step",
-    "The policy does not move",
-    "learning rate too small, or the KL holds the policy at the reference",
-    f"Ten times the learning rate (`{ACTOR}.optim.lr`), or a smaller `{ACTOR}.kl_loss_coef` or "
-    "`algorithm.kl_ctrl.kl_coef`.",
-    "KL coefficient",
-    "Loss oscillating or not decreasing",
-)
+@diagnosis("step", "learning rate too small, or the KL holds the policy at the reference")
 def policy_not_moving(h: History) -> Seen | None:
     for name in ("actor/kl_loss", "actor/kl"):
         kl = h.series(name)
@@ -178,12 +125,7 @@ def policy_not_moving(h: History) -> Seen | None:
     return None
 
 
-@diagnosis(
-    "step",
-    "Entropy collapses",
-    "the policy stopped exploring",
-    f"`{ACTOR}.clip_ratio_high=0.28`, `{ACTOR}.entropy_coeff=0.001`.",
-)
+@diagnosis("step", "the policy stopped exploring")
 def entropy_collapsed(h: History) -> Seen | None:
     entropy, rewards = h.series("actor/entropy"), h.series("reward/mean")
     if len(entropy) < 5 or not rewards or not (entropy[-1] < 0.02 and entropy[-1] < 0.05 * entropy[0]):
@@ -196,14 +138,7 @@ def entropy_collapsed(h: History) -> Seen | None:
     )
 
 
-@diagnosis(
-    "step",
-    "Validation loss rises while training loss falls",
-    "the model learns its training data by heart",
-    "Fewer `trainer.total_epochs`, `trainer.early_stop_patience=2`, a lower `optim.lr`, or "
-    "more data. `trainer.keep_best="
-    "val/loss` keeps the best checkpoint.",
-)
+@diagnosis("step", "the model learns its training data by heart")
 def overfitting(h: History) -> Seen | None:
     losses = [(step, float(m["val/loss"])) for step, m in h.steps if m.get("val/loss") is not None]
     if len(losses) < 3 or losses[-1][0] != h.steps[-1][0]:

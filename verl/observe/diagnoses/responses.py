@@ -8,27 +8,14 @@ SLOW_GENERATION_S = 30.0
 """Generation that takes less of a step is not reported, whatever its share."""
 
 
-@diagnosis(
-    "start",
-    "Temperature is 0 or very high in training",
-    "responses to a prompt are all equal at 0, and tend to be noise above 1.5",
-    f"`{ROLLOUT}.temperature=1.0`.",
-    "Model generating empty or degenerate responses",
-)
+@diagnosis("start", "responses to a prompt are all equal at 0, and tend to be noise above 1.5")
 def temperature_extreme(h: History) -> Seen | None:
     if h.offline or 0 < h.rollout.temperature <= 1.5:
         return None
     return f"temperature is {h.rollout.temperature:g} in training", f"{ROLLOUT}.temperature=1.0"
 
 
-@diagnosis(
-    "step",
-    "Responses are empty",
-    "the chat template may not fit the model, or empty answers are rewarded",
-    "Look at `rollouts/`, `data.apply_chat_template_kwargs` and the reward function; `verl "
-    "doctor` checks the template.",
-    "Model generating empty or degenerate responses",
-)
+@diagnosis("step", "the chat template may not fit the model, or empty answers are rewarded")
 def responses_empty(h: History) -> Seen | None:
     if h.batch is None or h.batch.empty_share <= 0.1:
         return None
@@ -38,13 +25,7 @@ def responses_empty(h: History) -> Seen | None:
     )
 
 
-@diagnosis(
-    "step",
-    "Responses repeat the same few tokens",
-    "the policy is degenerating",
-    f"Resume from an earlier checkpoint with half the learning rate and `{ROLLOUT}.temperature` between 0.7 and 1.2.",
-    "Model generating empty or degenerate responses",
-)
+@diagnosis("step", "the policy is degenerating")
 def responses_repetitive(h: History) -> Seen | None:
     if h.batch is None or h.batch.repetitive_share <= 0.2:
         return None
@@ -54,13 +35,7 @@ def responses_repetitive(h: History) -> Seen | None:
     )
 
 
-@diagnosis(
-    "step",
-    "Responses are cut",
-    "their answers are missing, so their rewards mislead",
-    "A larger `data.max_response_length`, or `algorithm.filter_overlong_responses=True`.",
-    "Model generating empty or degenerate responses",
-)
+@diagnosis("step", "their answers are missing, so their rewards mislead")
 def responses_cut(h: History) -> Seen | None:
     ratio = h.latest("response_length/clip_ratio")
     if ratio is None or ratio <= 0.5:
@@ -72,13 +47,7 @@ def responses_cut(h: History) -> Seen | None:
     )
 
 
-@diagnosis(
-    "step",
-    "Responses of a prompt are all the same",
-    "duplicates add nothing to an update",
-    f"`{ROLLOUT}.temperature=1.0`, `{ROLLOUT}.top_p=1.0`, or more entropy (`actor_rollout_ref.actor.entropy_coeff`).",
-    "Sample diversity",
-)
+@diagnosis("step", "duplicates add nothing to an update")
 def responses_duplicate(h: History) -> Seen | None:
     if h.batch is None or h.batch.groups < 4 or h.solved:
         return None
@@ -98,11 +67,7 @@ def responses_duplicate(h: History) -> Seen | None:
 
 
 @diagnosis(
-    "step",
-    "Response length drifts without a better reward",
-    "the policy changes what is not rewarded, often by a bias of the loss or the reward for length",
-    "`actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm` has no bias for length; "
-    "`reward.overlong_buffer` penalises long responses; check that the reward gives nothing for empty answers.",
+    "step", "the policy changes what is not rewarded, often by a bias of the loss or the reward for length"
 )
 def length_drift(h: History) -> Seen | None:
     lengths, rewards = h.ends("response_length/mean"), h.ends("reward/mean")
@@ -118,13 +83,7 @@ def length_drift(h: History) -> Seen | None:
     )
 
 
-@diagnosis(
-    "step",
-    "Training uses old responses",
-    "the trainer waits less than it could, but learns from a policy of several updates ago",
-    "A smaller `trainer.async_training.staleness`, more devices for generating (`rollout.n_gpus_per_node`), and "
-    "`algorithm.rollout_correction.rollout_is=token`.",
-)
+@diagnosis("step", "the trainer waits less than it could, but learns from a policy of several updates ago")
 def samples_stale(h: History) -> Seen | None:
     oldest, mean = h.latest("training/age/max"), h.latest("training/age/mean")
     if oldest is None or mean is None or not oldest:
@@ -139,12 +98,7 @@ def samples_stale(h: History) -> Seen | None:
     )
 
 
-@diagnosis(
-    "step",
-    "The trainer waits for data",
-    "rows are read or tokenised too slowly",
-    "`data.dataloader_num_workers=4`; files on a local disk; shorter or fewer rows (`data.train_max_samples`).",
-)
+@diagnosis("step", "rows are read or tokenised too slowly")
 def loader_starving(h: History) -> Seen | None:
     newest = [metrics for _, metrics in h.steps[-3:] if metrics.get("timing_s/data") is not None]
     data = sum(float(metrics["timing_s/data"]) for metrics in newest)
@@ -159,15 +113,7 @@ def loader_starving(h: History) -> Seen | None:
     )
 
 
-@diagnosis(
-    "step",
-    "Rollout is very slow",
-    "generating takes nearly all of a step",
-    f"More memory for the KV cache (`{ROLLOUT}.gpu_memory_utilization=0.6`), a larger "
-    f"`{ROLLOUT}.tensor_model_parallel_size` for a large model, a shorter `data.max_response_length`, or "
-    "`trainer.async_training.mode=one_step_off`, which trains meanwhile. `verl plan` shows what fits.",
-    "Rollout is very slow",
-)
+@diagnosis("step", "generating takes nearly all of a step")
 def rollout_slow(h: History) -> Seen | None:
     newest = [m for _, m in h.steps[-3:] if m.get("timing_s/gen") is not None and m.get("timing_s/step")]
     if len(newest) < 3 or h.config.trainer.async_training.mode not in ("off", "carry_over"):
@@ -185,12 +131,7 @@ def rollout_slow(h: History) -> Seen | None:
     )
 
 
-@diagnosis(
-    "step",
-    "Tool calls fail",
-    "the model learns from errors of the tool, not of its own",
-    f"`rollouts/` has each call and its error. Fix the tool, or raise `{ROLLOUT}.multi_turn.tool_timeout_s`.",
-)
+@diagnosis("step", "the model learns from errors of the tool, not of its own")
 def tools_failing(h: History) -> Seen | None:
     calls = h.latest("tools/calls/all")
     failed, late = h.latest("tools/failed/all") or 0.0, h.latest("tools/timeout/all") or 0.0

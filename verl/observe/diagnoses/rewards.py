@@ -7,14 +7,7 @@ import math
 from verl.observe.diagnoses.base import ROLLOUT, History, Seen, diagnosis
 
 
-@diagnosis(
-    "step",
-    "Rewards are NaN or infinite",
-    "no advantage can be computed from them",
-    "Return finite numbers from the reward function (`reward.custom_reward_function.path`); "
-    "`verl reward test` calls it "
-    "on rows of the data.",
-)
+@diagnosis("step", "no advantage can be computed from them")
 def reward_not_finite(h: History) -> Seen | None:
     fix = "a reward function that returns finite numbers (reward.custom_reward_function.path)"
     if h.batch is not None and h.batch.scores_not_finite:
@@ -23,13 +16,7 @@ def reward_not_finite(h: History) -> Seen | None:
     return (f"the mean reward is {mean}", fix) if mean is not None and not math.isfinite(mean) else None
 
 
-@diagnosis(
-    "step",
-    "A few rewards are far from all others",
-    "a few samples decide the update",
-    "Clip the value in the reward function: `max(-1.0, min(1.0, reward))`.",
-    "Reward function output range",
-)
+@diagnosis("step", "a few samples decide the update")
 def reward_outliers(h: History) -> Seen | None:
     if h.batch is None or not h.batch.outliers:
         return None
@@ -40,14 +27,7 @@ def reward_outliers(h: History) -> Seen | None:
     )
 
 
-@diagnosis(
-    "step",
-    "All rewards are equal",
-    "there is nothing to learn from",
-    "If it lasts: `verl reward test` shows what the reward function returns; other prompts (`data.train_files`), or "
-    "`verl sft` first, so that some responses succeed.",
-    "Reward function correctness",
-)
+@diagnosis("step", "there is nothing to learn from")
 def rewards_all_equal(h: History) -> Seen | None:
     low, high = h.latest("reward/min"), h.latest("reward/max")
     if low is None or high is None or low != high or (h.batch is not None and h.batch.sequences < 2):
@@ -58,14 +38,7 @@ def rewards_all_equal(h: History) -> Seen | None:
     )
 
 
-@diagnosis(
-    "step",
-    "Most prompts get equal rewards for all their responses",
-    "they add nothing to the update",
-    "`algorithm.filter_groups.enable=True` draws other prompts in their place (dynamic sampling); a larger "
-    f"`{ROLLOUT}.n` makes different rewards likelier.",
-    "Sample diversity",
-)
+@diagnosis("step", "they add nothing to the update")
 def groups_without_signal(h: History) -> Seen | None:
     if h.batch is None or h.batch.groups < 4 or h.batch.constant_groups == h.batch.groups:
         return None  # all of them constant: `rewards_all_equal`, or nothing a group estimator can use
@@ -79,14 +52,7 @@ def groups_without_signal(h: History) -> Seen | None:
     )
 
 
-@diagnosis(
-    "step",
-    "The reward function is not called",
-    "the scores of this step come from elsewhere",
-    "Check `reward.custom_reward_function.path` and `.name`, `reward.reward_manager.name` and the column `data_source` "
-    "of the data. The older names `reward_model.reward_fn.*` are accepted too.",
-    "Reward function not being called",
-)
+@diagnosis("step", "the scores of this step come from elsewhere")
 def reward_never_called(h: History) -> Seen | None:
     if h.latest("reward/calls") != 0:
         return None
@@ -96,12 +62,7 @@ def reward_never_called(h: History) -> Seen | None:
     )
 
 
-@diagnosis(
-    "step",
-    "Responses without a score",
-    "the reward function failed or timed out; they are left out of the loss",
-    "`rollouts/` has the error of each. Fix the function, or raise `reward.timeout_s`.",
-)
+@diagnosis("step", "the reward function failed or timed out; they are left out of the loss")
 def rewards_failed(h: History) -> Seen | None:
     failed = h.latest("reward/failed")
     if not failed:
@@ -113,15 +74,7 @@ def rewards_failed(h: History) -> Seen | None:
     )
 
 
-@diagnosis(
-    "step",
-    "Reward increases but validation falls",
-    "the policy exploits the reward",
-    "A larger weight of the KL (`algorithm.kl_ctrl.kl_coef=0.01` with `algorithm.use_kl_in_reward=True`, or "
-    "`actor_rollout_ref.actor.kl_loss_coef`); a reward that is harder to exploit (length and format checks, several "
-    "signals, clipped values). Continue from the checkpoint with the best validation.",
-    "Reward increases but eval quality drops",
-)
+@diagnosis("step", "the policy exploits the reward")
 def reward_up_validation_down(h: History) -> Seen | None:
     scores = h.validations()
     if len(scores) < 3 or scores[-1][0] != h.steps[-1][0]:
@@ -142,15 +95,7 @@ def reward_up_validation_down(h: History) -> Seen | None:
     )
 
 
-@diagnosis(
-    "step",
-    "Validation score always 0",
-    "validation data and reward function may not fit each other",
-    "`data.val_files` needs the columns of `data.train_files`, the reward function must handle its `data_source`, and "
-    f"validation draws greedily with `{ROLLOUT}.val_kwargs.temperature=0`. `verl reward test` and the files in "
-    "`validation/` show what was scored.",
-    "Validation score always 0",
-)
+@diagnosis("step", "validation data and reward function may not fit each other")
 def validation_always_zero(h: History) -> Seen | None:
     scores = h.validations()
     if not scores or scores[-1][0] != h.steps[-1][0] or any(value != 0 for _, value in scores):
