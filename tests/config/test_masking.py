@@ -119,5 +119,5 @@ def test_environment_variables_stand_by_their_names(tmp_path: Path, monkeypatch:
     assert values["trainer"]["rollout_data_dir"] == f"{tmp_path}/rollouts"
     again = from_dict(PPOConfig, yaml.safe_load(to_yaml(cfg)))
     assert again == cfg
-    given = Recorded(tmp_path, PPOConfig, values).given()
+    given = Recorded(tmp_path, values).given()
     assert "hunter2" not in json.dumps(given) and given["trainer"]["project_name"] == "${oc.env:MY_SECRET}"

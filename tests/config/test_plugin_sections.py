@@ -218,7 +218,7 @@ def test_engines_and_strategies_of_plug_ins_are_judged_by_what_they_declare(
 
 LOSS = """
 from verl.algorithms import agg_loss
-from verl.algorithms.registry import register_policy_loss
+from verl.config.methods import register_policy_loss
 
 
 @register_policy_loss("mine")

@@ -57,4 +57,5 @@ def test_the_messages_on_the_page_are_ours() -> None:
     code = re.sub(r'"\s*\n\s*f?"', "", sources())  # literals that go on in the next line
     told = [part for row in FAILURES for part in fixed_parts(row[3])]
     told += [part for row in MESSAGES for part in fixed_parts(row[0])]
-    assert len(told) > 12 and not [part for part in told if part not in code]
+    rays = ["Unable to register worker with raylet"]
+    assert len(told) > 12 and not [part for part in told if part not in code and part not in rays]

@@ -162,7 +162,8 @@ def test_only_the_adapter_crosses_after_the_first_time(pair: Any, name: str) -> 
         assert both.bytes == both.size(is_adapter) < both.size(lambda name: True) / 5
         # The tokens and log-probs of one process with this adapter.
         here = {(r.request_id, r.sample): r for r in own.generate(REQUESTS)}
-        there = [r for flush in both.rollout.do_generate(version, REQUESTS) for r in flush]
+        both.rollout.control_submit(REQUESTS)
+        there = [r for flush in both.rollout.do_generate(version) for r in flush]
         assert len(there) == len(here) == 8
         for response in there:
             mine = here[response.request_id, response.sample]
