@@ -13,6 +13,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 
 from verl.errors import ConfigError
@@ -80,7 +81,7 @@ class Method:
     advice: Check | None = None
     """Settings that work with it but rarely do what was meant."""
     active: Callable[[PPOConfig], bool] | None = None
-    """Of a correction: whether a config uses it."""
+    """Of a correction: whether a config uses it; default: where its key is on."""
 
     @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
@@ -197,7 +198,7 @@ def register_preference_loss(name: str, **declared: Unpack[Declared]) -> Callabl
 
 
 def register_correction(
-    key: str, active: Callable[[PPOConfig], bool], **declared: Unpack[Declared]
+    key: str, active: Callable[[PPOConfig], bool] | None = None, **declared: Unpack[Declared]
 ) -> Callable[[F], F]:
     """Decorator: what is done to rewards, masks or rows where `key` of the config turns it on needs this."""
     return _register(_CORRECTION, key, declared, active=active)
@@ -276,7 +277,9 @@ def methods_of(config: PPOConfig) -> list[Method]:
         find_method(ADV_ESTIMATOR, algorithm.adv_estimator),
         find_method(POLICY_LOSS, actor.policy_loss.loss_mode),
     )
-    corrections = [method for method in methods(_CORRECTION) if method.active and method.active(config)]
+    corrections = [
+        method for method in methods(_CORRECTION) if (method.active or attrgetter(method.key))(config)
+    ]
     return [method for method in named if method is not None] + corrections
 
 
