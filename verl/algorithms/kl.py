@@ -41,11 +41,7 @@ _ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
 KL_ESTIMATORS = tuple(_ESTIMATORS) + tuple(f"{name}+" for name in _ESTIMATORS)
 
 
-@register_correction(
-    "actor_rollout_ref.actor.use_kl_loss",
-    lambda config: config.actor_rollout_ref.actor.use_kl_loss,
-    needs=("ref_log_prob",),
-)
+@register_correction("actor_rollout_ref.actor.use_kl_loss", needs=("ref_log_prob",))
 def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
     """The KL estimate of every token, in the shape of `logprob`."""
     estimator = _ESTIMATORS.get(kl_penalty.removesuffix("+"))
@@ -62,11 +58,7 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
     return carrier - carrier.detach() + value.detach()
 
 
-@register_correction(
-    "algorithm.use_kl_in_reward",
-    lambda config: config.algorithm.use_kl_in_reward,
-    needs=("old_log_probs", "ref_log_prob"),
-)
+@register_correction("algorithm.use_kl_in_reward", needs=("old_log_probs", "ref_log_prob"))
 def apply_kl_penalty(
     token_level_scores: Tensor,
     log_prob: Tensor,

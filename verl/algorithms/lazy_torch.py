@@ -6,15 +6,10 @@ declarations and must not wait seconds for torch.
 
 from __future__ import annotations
 
-import functools
 import importlib
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Tensor", "no_grad", "torch"]
-
-P = ParamSpec("P")
-R = TypeVar("R")
+__all__ = ["Tensor", "torch"]
 
 if TYPE_CHECKING:
     import torch
@@ -27,14 +22,3 @@ else:
             return getattr(importlib.import_module("torch"), name)
 
     torch = _Torch()
-
-
-def no_grad(fn: Callable[P, R]) -> Callable[P, R]:
-    """`torch.no_grad()` as a decorator."""
-
-    @functools.wraps(fn)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        with torch.no_grad():
-            return fn(*args, **kwargs)
-
-    return call

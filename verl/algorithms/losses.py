@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any
 
 from verl.algorithms.aggregation import agg_loss, as_bool, keep, masked_mean, sequence_mean
-from verl.algorithms.lazy_torch import Tensor, no_grad, torch
+from verl.algorithms.lazy_torch import Tensor, torch
 from verl.config.methods import Prepare, register_policy_loss
 from verl.config.schema import ActorConfig
 from verl.errors import ConfigError
@@ -206,7 +206,6 @@ def _token_covariance(x: LossInputs) -> Tensor:
     return (x.advantages - masked_mean(x.advantages, x.mask)) * (log_prob - masked_mean(log_prob, x.mask))
 
 
-@no_grad
 def clip_cov_choice(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -246,7 +245,6 @@ def clip_cov(x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     return torch.maximum(plain, clipped).masked_fill(dropped, 0), metrics
 
 
-@no_grad
 def kl_cov_choice(
     old_log_prob: Tensor,
     log_prob: Tensor,

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from verl.algorithms.aggregation import agg_loss, as_bool, keep, masked_mean, masked_sum
-from verl.algorithms.lazy_torch import Tensor, no_grad, torch
+from verl.algorithms.lazy_torch import Tensor, torch
 from verl.algorithms.pairs import Pairs, data_pairs, reward_pairs, win_rates
 from verl.algorithms.preference import Answers, PairSettings, additive_loss, pair_weights
 from verl.algorithms.sessions import Sessions
@@ -100,7 +100,6 @@ def _pair_shares(
     }
 
 
-@no_grad
 def online_dpo_pairs(log_prob: Tensor, response_mask: Tensor, config: Any, batch: Any) -> dict[str, Tensor]:
     """Pairs by reward, within the responses to each prompt."""
     responses = _Responses(batch, response_mask)
@@ -108,7 +107,6 @@ def online_dpo_pairs(log_prob: Tensor, response_mask: Tensor, config: Any, batch
     return _pair_shares(pairs, responses, log_prob, batch, config)
 
 
-@no_grad
 def spin_pairs(log_prob: Tensor, response_mask: Tensor, config: Any, batch: Any) -> dict[str, Tensor]:
     """The data's answer against each of the policy's own."""
     if "from_data" not in batch.batch:
@@ -200,7 +198,6 @@ def pair_loss(
     return loss, {f"actor/{key}": Metric(mine[key].sum(), "sum") for key in _METRICS}
 
 
-@no_grad
 def sppo_targets(response_mask: Tensor, config: Any, batch: Any) -> dict[str, Tensor]:
     """`target` [B]: sppo_eta (win rate - 1/2)."""
     responses = _Responses(batch, response_mask)

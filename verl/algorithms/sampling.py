@@ -139,7 +139,7 @@ def _pf_ppo_errors(config: PPOConfig) -> list[str]:
     return lines
 
 
-@register_correction("algorithm.use_pf_ppo", lambda config: config.algorithm.use_pf_ppo, check=_pf_ppo_errors)
+@register_correction("algorithm.use_pf_ppo", check=_pf_ppo_errors)
 def pf_ppo_indices(
     scores: Tensor, method: str = "pow", weight_pow: float = 2.0, generator: torch.Generator | None = None
 ) -> Tensor:

@@ -13,6 +13,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 
 from verl.errors import ConfigError
@@ -80,7 +81,7 @@ class Method:
     advice: Check | None = None
     """Settings that work with it but rarely do what was meant."""
     active: Callable[[PPOConfig], bool] | None = None
-    """Of a correction: whether a config uses it."""
+    """Of a correction: whether a config uses it; default: where its key is on."""
 
     @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
@@ -148,16 +149,16 @@ def register_adv_est(name: str, **declared: Unpack[Declared]) -> Callable[[F], F
     needs. It returns `(advantages, returns)`, each [B, T]. The module or file that calls this is named in
     `trainer.plugins`.
 
-    Args:
-        name: Value of `algorithm.adv_estimator`.
-        needs: Columns of the batch: `values` (the run then trains a critic), `ref_log_prob` (it then has a reference
-            policy), `old_log_probs`, `sum_pi_squared`, `process_rewards`, `reward_baselines` (the score of a greedy
-            response to each prompt), or a column of the data that holds numbers. Default: `old_log_probs`.
-        reads: Keys of `algorithm` that only some estimators read; default: any.
-        compares_responses: `rollout.n=1` is refused.
-        config: Dataclass of the section `algorithm.<name>`.
-        check: Of the whole config: a line for each reason why it cannot run.
-        advice: Of the whole config: a line for each setting that rarely does what was meant.
+    What it needs is declared by keyword:
+
+    - `needs`: columns of the batch: `values` (the run then trains a critic), `ref_log_prob` (it then has a reference
+      policy), `old_log_probs`, `sum_pi_squared`, `process_rewards`, `reward_baselines` (the score of a greedy response
+      to each prompt), or a column of the data that holds numbers. Default: `old_log_probs`.
+    - `reads`: keys of `algorithm` that only some estimators read; default: any.
+    - `compares_responses`: `rollout.n=1` is refused.
+    - `config`: dataclass of the section `algorithm.<name>`.
+    - `check`, `advice`: functions of the whole config; a line for each reason why it cannot run, and for each setting
+      that rarely does what was meant.
     """
     declared.setdefault("needs", ("old_log_probs",))
     return _register(ADV_ESTIMATOR, name, declared)
@@ -176,18 +177,16 @@ def register_policy_loss(
     A loss that chooses tokens by comparing them across the mini-batch does so in `prepare`: called once per
     mini-batch with the whole of it, so that the loss does not depend on how the mini-batch is cut.
 
-    Args:
-        name: Value of `loss_mode`.
-        prepare: Called with the whole mini-batch; the loss gets the rows of what it returns as `prepared`.
-        needs: Columns of the batch, as for `register_adv_est`; default: none. With a column of the teacher the loss
-            gets `kl` [B, T], the KL between policy and teacher.
-        reads: Keys of `actor_rollout_ref.actor` that only some losses read; default: any.
-        whole_groups: The responses to one prompt stay together in a mini-batch.
-        compares_responses: `rollout.n=1` is refused.
-        reads_advantages: False: what the estimator needs is not checked.
-        config: Dataclass of the section `actor_rollout_ref.actor.policy_loss.<name>`.
-        check: Of the whole config: a line for each reason why it cannot run.
-        advice: Of the whole config: a line for each setting that rarely does what was meant.
+    What it needs is declared by keyword:
+
+    - `needs`: columns of the batch, as of `register_adv_est`; default: none. With `teacher_log_probs` the run has a
+      teacher, and the loss gets `kl` [B, T], the KL between policy and teacher.
+    - `whole_groups`: the responses to one prompt stay together in a mini-batch.
+    - `compares_responses`: `rollout.n=1` is refused.
+    - `reads_advantages`: False: the estimator does not matter.
+    - `reads`: keys of `actor_rollout_ref.actor` that only some losses read; default: any.
+    - `config`: dataclass of the section `actor_rollout_ref.actor.policy_loss.<name>`.
+    - `check`, `advice`: as of `register_adv_est`.
     """
     return _register(POLICY_LOSS, name, declared, prepare=prepare)
 
@@ -199,7 +198,7 @@ def register_preference_loss(name: str, **declared: Unpack[Declared]) -> Callabl
 
 
 def register_correction(
-    key: str, active: Callable[[PPOConfig], bool], **declared: Unpack[Declared]
+    key: str, active: Callable[[PPOConfig], bool] | None = None, **declared: Unpack[Declared]
 ) -> Callable[[F], F]:
     """Decorator: what is done to rewards, masks or rows where `key` of the config turns it on needs this."""
     return _register(_CORRECTION, key, declared, active=active)
@@ -278,7 +277,9 @@ def methods_of(config: PPOConfig) -> list[Method]:
         find_method(ADV_ESTIMATOR, algorithm.adv_estimator),
         find_method(POLICY_LOSS, actor.policy_loss.loss_mode),
     )
-    corrections = [method for method in methods(_CORRECTION) if method.active and method.active(config)]
+    corrections = [
+        method for method in methods(_CORRECTION) if (method.active or attrgetter(method.key))(config)
+    ]
     return [method for method in named if method is not None] + corrections
 
 

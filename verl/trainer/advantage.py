@@ -44,9 +44,10 @@ def estimate(batch: DataProto, cfg: AlgorithmConfig) -> dict[str, float]:
     estimator = adv_estimator(cfg.adv_estimator)
     tensors, rows = batch.batch, Conversations(batch)
     index = batch.non_tensor_batch["uid"][rows.first.numpy()]
-    columns = ("token_level_rewards", "response_mask", "values", *estimator.needs, *estimator.parameters)
-    offered: dict[str, Any] = {name: rows.join(tensors[name]) for name in columns if name in tensors}
-    offered |= {
+    names = ("token_level_rewards", "response_mask", "values", *estimator.needs, *estimator.parameters)
+    columns = {name: "old_log_probs" if name == "old_log_prob" else name for name in names}
+    offered: dict[str, Any] = {
+        **{name: rows.join(tensors[column]) for name, column in columns.items() if column in tensors},
         "index": index,
         "config": cfg,
         "gamma": cfg.gamma,
