@@ -88,7 +88,7 @@ def _value_errors(config: AnyConfig) -> list[str]:
     errors: list[str] = []
     for key in schema_keys(type(config)).values():
         value = get(config, key.name)
-        if key.metadata["required"] and not value and not _replaced(config, key.name):
+        if key.required and not value and not _replaced(config, key.name):
             errors.append(f"'{key.name}' is required: {key.doc}. Give it as {key.name}=...")
         for each in value if isinstance(value, list) else [value]:
             errors += _name_errors(key, each) + _bound_errors(key, each)
@@ -97,11 +97,9 @@ def _value_errors(config: AnyConfig) -> list[str]:
 
 def _replaced(config: AnyConfig, name: str) -> bool:
     """Required keys that another setting makes unnecessary."""
-    if not isinstance(config, PPOConfig):
+    if not isinstance(config, PPOConfig) or name != "data.train_files":
         return False
-    if name.endswith(".model.path") and name != "actor_rollout_ref.model.path":
-        return True  # another role's follows the actor's, whose absence is reported
-    return name == "data.train_files" and bool(config.data.mixture or config.trainer.val_only)
+    return bool(config.data.mixture or config.trainer.val_only)
 
 
 def _name_errors(key: Key, value: Any) -> list[str]:

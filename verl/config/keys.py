@@ -108,6 +108,12 @@ class Key:
         return str(self.metadata["doc"])
 
     @property
+    def required(self) -> bool:
+        """Whether the user must give it: the model of another role is by default the actor's."""
+        follows = self.name.endswith(".model.path") and self.name != "actor_rollout_ref.model.path"
+        return bool(self.metadata["required"]) and not follows
+
+    @property
     def section(self) -> str:
         return self.name.rpartition(".")[0]
 
