@@ -58,8 +58,8 @@ def check(config: AnyConfig, plan: RunPlan | None = None) -> list[str]:
 def rank_errors(config: PPOConfig | OfflineConfig) -> list[str]:
     """What does not fit the number of ranks: sizes that do not divide it."""
     plan = RunPlan(config)
-    lines = layout_errors(plan) + _shard_errors(plan)
-    return lines + (sharing_errors(config) if isinstance(config, PPOConfig) else [])
+    sharing = sharing_errors(config) if isinstance(config, PPOConfig) else []
+    return layout_errors(plan) + _shard_errors(plan) + sharing
 
 
 def unavailable(config: AnyConfig) -> list[str]:
@@ -97,9 +97,8 @@ def _value_errors(config: AnyConfig) -> list[str]:
 
 def _replaced(config: AnyConfig, name: str) -> bool:
     """Required keys that another setting makes unnecessary."""
-    if not isinstance(config, PPOConfig) or name != "data.train_files":
-        return False
-    return bool(config.data.mixture or config.trainer.val_only)
+    prompts = isinstance(config, PPOConfig) and name == "data.train_files"
+    return prompts and bool(config.data.mixture or config.trainer.val_only)
 
 
 def _name_errors(key: Key, value: Any) -> list[str]:
