@@ -20,7 +20,10 @@ from verl.config.methods import plugin_sections
 from verl.errors import ConfigError
 from verl.json_input import read_json
 
-Conditions = str | tuple[str, ...]
+Condition = str | Callable[[str], str]
+"""In words of `verl.config.unused_keys`, or a function of the key's name that asks the registered methods."""
+Conditions = Condition | tuple[Condition, ...]
+Names = tuple[str, ...] | Callable[[], tuple[str, ...]]
 # What a field of a plug-in's section is that is declared without `key`.
 _PLAIN: dict[str, Any] = {
     "doc": "", "known": None, "plugin": None, "follows": None, "used_if": (), "required": False, "path": False,
@@ -37,7 +40,7 @@ def key(
     default: Any,
     doc: str,
     *,
-    known: tuple[str, ...] | None = None,
+    known: Names | None = None,
     plugin: str | None = None,
     follows: str | None = None,
     used_if: Conditions = (),
@@ -144,6 +147,17 @@ def declared(kind: Any) -> Mapping[str, Declared]:
     return found
 
 
+def resolved(metadata: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """What is declared of the key `name`, with the names and conditions that registered methods give."""
+    known, own = metadata.get("known"), metadata["used_if"]
+    conditions = own if isinstance(own, tuple) else (own,)
+    return {
+        **metadata,
+        "known": known() if callable(known) else known,
+        "used_if": tuple(each(name) if callable(each) else each for each in conditions),
+    }
+
+
 class Schema(NamedTuple):
     """The keys of a config by their full names, in order; its sections with their dataclasses and documentation."""
 
@@ -153,16 +167,14 @@ class Schema(NamedTuple):
     def add(self, kind: Any, prefix: str, defaults: Mapping[str, Any], used_if: tuple[str, ...]) -> None:
         """Add what a section declares; `defaults` are those of the section around it, `used_if` its conditions."""
         for last, each in declared(kind).items():
-            name, own = prefix + last, each.metadata["used_if"]
-            conditions = used_if + tuple(
-                _absolute(condition, prefix) for condition in ((own,) if isinstance(own, str) else own)
-            )
+            name, metadata = prefix + last, resolved(each.metadata, last)
+            conditions = used_if + tuple(_absolute(condition, prefix) for condition in metadata["used_if"])
             if is_dataclass(each.type):
-                self.sections[name] = (each.type, each.metadata["doc"])
-                self.add(each.type, f"{name}.", each.metadata["defaults"], conditions)
+                self.sections[name] = (each.type, metadata["doc"])
+                self.add(each.type, f"{name}.", metadata["defaults"], conditions)
             else:
                 default = defaults.get(last, each.default)
-                self.keys[name] = Key(name, each.type, default, each.metadata, conditions)
+                self.keys[name] = Key(name, each.type, default, metadata, conditions)
 
 
 def added_sections(kind: Any) -> dict[str, type]:
