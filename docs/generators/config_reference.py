@@ -136,7 +136,7 @@ def type_name(kind: Any) -> str:
 
 
 def _default(word: str, kind: type, key: Key) -> str:
-    if key.metadata["required"] and not key.used_if:
+    if key.required and not key.used_if:
         return "**required**"
     follows = key.metadata["follows"]
     if follows:

@@ -24,13 +24,14 @@ from verl.config.keys import (
     nearest,
     put,
     schema_keys,
+    sections,
     to_dict,
     trl_names,
 )
 from verl.config.known import MODEL_DTYPES, RELATED_KEYS, ROLLOUT_DTYPES
 from verl.config.methods import needed_columns, plugin_sections
 from verl.config.parallelism import divisors
-from verl.config.schema import AnyConfig, GenerationConfig, OfflineConfig, PPOConfig
+from verl.config.schema import AnyConfig, GenerationConfig, ModelConfig, OfflineConfig, PPOConfig
 
 DTYPE_NAMES = {
     "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32", "float8": "fp8",
@@ -313,11 +314,11 @@ def _mini_batch(config: PPOConfig) -> list[str]:
 
 def _ppo(config: PPOConfig) -> None:
     policy, critic = config.actor_rollout_ref, config.critic
-    for role, model in {"critic": critic.model, "implicit_reward": config.implicit_reward.model}.items():
-        if not model.path:
-            for name in _MODEL_FOLLOWS:
-                if f"{role}.model.{name}" not in config.user_set:
-                    setattr(model, name, getattr(policy.model, name))
+    for section, (kind, _) in sections(type(config)).items():
+        model = get(config, section)
+        for name in _MODEL_FOLLOWS if kind is ModelConfig and not model.path else ():
+            if f"{section}.{name}" not in config.user_set:
+                setattr(model, name, getattr(policy.model, name))
     if critic.enable is None:
         critic.enable = "values" in needed_columns(config)
     _validation_sampling(config)

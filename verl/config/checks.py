@@ -65,8 +65,8 @@ def check(config: AnyConfig, plan: RunPlan | None = None) -> list[str]:
 def rank_errors(config: PPOConfig | OfflineConfig) -> list[str]:
     """What does not fit the number of ranks: sizes that do not divide it."""
     plan = RunPlan(config)
-    lines = layout_errors(plan) + _shard_errors(plan)
-    return lines + (sharing_errors(config) if isinstance(config, PPOConfig) else [])
+    sharing = sharing_errors(config) if isinstance(config, PPOConfig) else []
+    return layout_errors(plan) + _shard_errors(plan) + sharing
 
 
 def unavailable(config: AnyConfig) -> list[str]:
@@ -95,7 +95,7 @@ def _value_errors(config: AnyConfig) -> list[str]:
     errors: list[str] = []
     for key in schema_keys(type(config)).values():
         value = get(config, key.name)
-        if key.metadata["required"] and not value and not _replaced(config, key.name):
+        if key.required and not value and not _replaced(config, key.name):
             errors.append(f"'{key.name}' is required: {key.doc}. Give it as {key.name}=...")
         for each in value if isinstance(value, list) else [value]:
             errors += _name_errors(key, each) + _bound_errors(key, each)
@@ -104,11 +104,8 @@ def _value_errors(config: AnyConfig) -> list[str]:
 
 def _replaced(config: AnyConfig, name: str) -> bool:
     """Required keys that another setting makes unnecessary."""
-    if not isinstance(config, PPOConfig):
-        return False
-    if name.endswith(".model.path") and name != "actor_rollout_ref.model.path":
-        return True  # another role's follows the actor's, whose absence is reported
-    return name == "data.train_files" and bool(config.data.mixture or config.trainer.val_only)
+    prompts = isinstance(config, PPOConfig) and name == "data.train_files"
+    return prompts and bool(config.data.mixture or config.trainer.val_only)
 
 
 def _name_errors(key: Key, value: Any) -> list[str]:

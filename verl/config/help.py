@@ -126,7 +126,7 @@ def _key_lines(kind: type, chosen: list[Key]) -> list[str]:
 
 
 def _default(key: Key) -> str:
-    if key.metadata["required"] and not key.name.startswith(("critic.", "implicit_reward.")):
+    if key.required:
         return "(required)"
     if key.metadata["follows"]:
         return "(follows)"

@@ -111,6 +111,12 @@ class Key:
         return str(self.metadata["doc"])
 
     @property
+    def required(self) -> bool:
+        """Whether the user must give it: the model of another role is by default the actor's."""
+        follows = self.name.endswith(".model.path") and self.name != "actor_rollout_ref.model.path"
+        return bool(self.metadata["required"]) and not follows
+
+    @property
     def section(self) -> str:
         return self.name.rpartition(".")[0]
 
@@ -141,9 +147,9 @@ def declared(kind: Any) -> Mapping[str, Declared]:
     return found
 
 
-def _resolved(metadata: Mapping[str, Any], name: str) -> dict[str, Any]:
+def resolved(metadata: Mapping[str, Any], name: str) -> dict[str, Any]:
     """What is declared of the key `name`, with the names and conditions that registered methods give."""
-    known, own = metadata["known"], metadata["used_if"]
+    known, own = metadata.get("known"), metadata["used_if"]
     conditions = own if isinstance(own, tuple) else (own,)
     return {
         **metadata,
@@ -160,15 +166,15 @@ class Schema(NamedTuple):
 
     def add(self, kind: Any, prefix: str, defaults: Mapping[str, Any], used_if: tuple[str, ...]) -> None:
         """Add what a section declares; `defaults` are those of the section around it, `used_if` its conditions."""
-        for last, declaration in declared(kind).items():
-            name, metadata = prefix + last, _resolved(declaration.metadata, last)
-            conditions = used_if + tuple(_absolute(each, prefix) for each in metadata["used_if"])
-            if is_dataclass(declaration.type):
-                self.sections[name] = (declaration.type, metadata["doc"])
-                self.add(declaration.type, f"{name}.", metadata["defaults"], conditions)
+        for last, each in declared(kind).items():
+            name, metadata = prefix + last, resolved(each.metadata, last)
+            conditions = used_if + tuple(_absolute(condition, prefix) for condition in metadata["used_if"])
+            if is_dataclass(each.type):
+                self.sections[name] = (each.type, metadata["doc"])
+                self.add(each.type, f"{name}.", metadata["defaults"], conditions)
             else:
-                default = defaults.get(last, declaration.default)
-                self.keys[name] = Key(name, declaration.type, default, metadata, conditions)
+                default = defaults.get(last, each.default)
+                self.keys[name] = Key(name, each.type, default, metadata, conditions)
 
 
 def added_sections(kind: Any) -> dict[str, type]:

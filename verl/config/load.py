@@ -13,6 +13,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 from verl.config.aliases import apply_async_names, our_name, resolve_aliases
@@ -58,15 +59,17 @@ def load_config(kind: type[Config], argv: list[str]) -> Config:
     """The config of a command line; --help, --cfg and --check are answered on stdout and end the program."""
     line = parse_command_line(argv)
     draft = _Draft(kind)
-    draft.add(read_yaml(line.config_path, line.config_name))
     if line.help:
         from verl.config.help import help_text
 
+        with suppress(ConfigError):  # help is given also where the file is not right
+            draft.add(read_yaml(line.config_path, line.config_name))
         for override in parse_overrides(word for word in line.overrides if _HELP_READS.match(word)):
             draft.add(set_path({}, override.name, override.value))
         import_plugins(draft.tree)
         sys.stdout.write(help_text(kind, line.help_about, draft.recipe))
         raise CommandAnswered(0)
+    draft.add(read_yaml(line.config_path, line.config_name))
     for override in parse_overrides(line.overrides):
         if override.delete:
             draft.remove(override.name)
