@@ -1,7 +1,7 @@
 """`python -m benchmarks.sft`: tokens per second of supervised fine-tuning, and what a step waits for.
 
 Random weights of a named shape, rows of log-normal lengths (the first third of each a prompt), and the role the trainer
-uses (`verl.workers.sft.SFTRole`) behind its loader: pack, forward and backward, clip, AdamW. The busy time of the GPU
+uses (`verl.workers.offline.SFTRole`) behind its loader: pack, forward and backward, clip, AdamW. Busy time of the GPU
 comes from torch's profiler over further steps; `--profile` lists kernels by kind and name.
 """
 

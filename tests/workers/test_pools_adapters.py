@@ -103,7 +103,7 @@ class Pair:
             lambda: self.trainer.do_sync_weights(version), lambda: self.rollout.do_sync_weights(version)
         )
         compare(sent, arrival.received, version, "rollout rank 0")
-        (ours,) = self.trainer.do_probe(arrival.prompt, [arrival.tokens])
+        (ours,) = self.trainer.group.probe(arrival.prompt, [arrival.tokens])
         check = ProbeCheck("rollout rank 0", arrival.precision)
         return check.add(version, arrival.log_probs, ours).gap
 

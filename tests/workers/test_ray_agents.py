@@ -129,13 +129,13 @@ def test_generation_stays_open_while_every_conversation_waits_for_its_tool(
     joined: Any, talk: Callable[..., Record], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Closing it would release the weights and the KV blocks that the next turn needs."""
-    from verl.workers.ray_calls import RankCalls
+    from verl.workers.ray_calls import RankCalls, name_of
 
     calls: list[str] = []
     ask = RankCalls.all
 
-    def count(self: RankCalls, call: str, *args: Any) -> Any:
-        calls.append(call)
+    def count(self: RankCalls, call: Any, *args: Any) -> Any:
+        calls.append(name_of(call))
         return ask(self, call, *args)
 
     monkeypatch.setattr(RankCalls, "all", count)

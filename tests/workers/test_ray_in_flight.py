@@ -124,6 +124,14 @@ def aside() -> Iterator[ThreadPoolExecutor]:
     threads.shutdown(wait=False)  # after a failure they wait for what does not come
 
 
+def do_learn(rank: Any) -> None:
+    """Names the plug-in's method of a rank, as the two below."""
+
+
+def do_train(rank: Any) -> None: ...
+def do_node(rank: Any) -> Any: ...
+
+
 def pids(calls: Any) -> list[int]:
     return [int(name.split("(process ")[1].rstrip(")")) for name in calls.names]
 
@@ -149,7 +157,7 @@ def stopped(folder: Path, version: int, ranks: int) -> Callable[[], bool]:
 
 def learn_and_sync(group: Any) -> dict[str, float]:
     """What `update` does, without a batch."""
-    group.calls.all("learn")
+    group.calls.all(do_learn)
     group.policy_version += 1
     return group.sync_weights()
 
@@ -184,8 +192,8 @@ def test_samples_go_on_with_new_weights(
         node = request.getfixturevalue("second_node")
         group, ranks = build(3, 2), 2
         (raylet,) = (info.process.pid for info in node.all_processes["raylet"])
-        assert set(group.pool.calls.all("node")) == {raylet}
-        assert raylet not in group.calls.all("node")
+        assert set(group.pool.calls.all(do_node)) == {raylet}
+        assert raylet not in group.calls.all(do_node)
     engine = group.rollout
     requests = held(2 * ranks)
     engine.submit(requests)
@@ -257,7 +265,7 @@ def test_a_killed_rollout_rank_is_named_while_the_trainer_trains(
     generates: bool, build: Callable[..., Any], aside: ThreadPoolExecutor, tmp_path: Path
 ) -> None:
     group = build(1, 1)
-    calls = [aside.submit(group.calls.all, "train")]
+    calls = [aside.submit(group.calls.all, do_train)]
     if generates:
         group.rollout.submit(held(2))
         calls.append(aside.submit(poll_all, group.rollout, 4))

@@ -190,7 +190,7 @@ def test_what_a_process_cannot_load_is_said_with_its_place_and_nothing_stays(run
 
 
 def test_the_gpus_of_this_process_are_not_given_away(run, monkeypatch):
-    from verl.workers.reward_model_pool import ModelPool
+    from verl.workers.reward_model_pool import ModelPool, RewardModelRank
 
     monkeypatch.setattr(ModelPool, "load_model", lambda self: None)
     run.trainer.device = "cuda"
@@ -201,7 +201,7 @@ def test_the_gpus_of_this_process_are_not_given_away(run, monkeypatch):
             monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         pool = ModelPool(run)
         try:
-            given = [gpu for gpus in pool.calls.all("gpus") for gpu in gpus]
+            given = [gpu for gpus in pool.calls.all(RewardModelRank.do_gpus) for gpu in gpus]
             assert len(given) == 2 and not set(given) & ours
         finally:
             pool.close()

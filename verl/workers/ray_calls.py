@@ -13,7 +13,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Concatenate, NoReturn, ParamSpec, TypeAlias, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar, TypeVarTuple
 
 import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
@@ -36,9 +36,9 @@ _STACK = re.compile(r"\s*(\*\*\*|PC:\s*@|@\s+0x)|\[[^\]]*\] \(\w+\) |.*::.*\(.*\
 """Stacks and reports of Ray's C++ code, which say nothing of what the rank did."""
 
 Problem: TypeAlias = "RayError | Failure"
-P = ParamSpec("P")
+Args = TypeVarTuple("Args")
 Value = TypeVar("Value")
-Method: TypeAlias = Callable[Concatenate[Any, P], Value]
+Method: TypeAlias = Callable[[Any, *Args], Value]
 """A method of the server in the rank processes, e.g. `TrainRank.do_save`."""
 
 
@@ -98,7 +98,7 @@ class RankCalls:
     def handshake(self, timeout_s: float) -> None:
         """Learn hosts, process ids and logs, so that a later message can name them."""
         watchdog_s, self.watchdog_s = self.watchdog_s, max(self.watchdog_s, timeout_s)
-        found = self.all(RPCServer.do_handshake)
+        found = self.each(RPCServer.do_handshake, [()] * len(self))
         self.watchdog_s = watchdog_s
         for rank, who in enumerate(found):
             self.names[rank] = f"{self.role} {rank} on {who['host']} (process {who['pid']})"
@@ -108,9 +108,8 @@ class RankCalls:
 
     # -- calls --------------------------------------------------------------------------------------------------
 
-    def all(self, call: Method[P, Value], *args: P.args, **kwargs: P.kwargs) -> list[Value]:
+    def all(self, call: Method[*Args, Value], *args: *Args) -> list[Value]:
         """The same call to every rank; their values by rank."""
-        assert not kwargs, "arguments are sent by position"
         return self.each(call, [args] * len(self.actors))
 
     def each(
@@ -124,19 +123,17 @@ class RankCalls:
         }
         return self._collect(label, refs)
 
-    def one(self, rank: int, call: Method[P, Value], *args: P.args, **kwargs: P.kwargs) -> Value:
-        ref = self.start(rank, call, *args, **kwargs)
+    def one(self, rank: int, call: Method[*Args, Value], *args: *Args) -> Value:
+        ref = self.start(rank, call, *args)
         value: Value = self._collect(name_of(call), {ref: rank})[0]
         return value
 
-    def start(self, rank: int, call: Method[P, Any], *args: P.args, **kwargs: P.kwargs) -> Any:
+    def start(self, rank: int, call: Method[*Args, Any], *args: *Args) -> Any:
         """A call whose answer is read with `result` when it is `ready`."""
-        assert not kwargs, "arguments are sent by position"
         return self.actors[rank].serve.remote(live.step, name_of(call), name_of(call), *args)
 
-    def control(self, rank: int, call: Method[P, Any], *args: P.args, **kwargs: P.kwargs) -> Any:
+    def control(self, rank: int, call: Method[*Args, Any], *args: *Args) -> Any:
         """The reference of a `control_` call, which is served whatever else the rank does."""
-        assert not kwargs, "arguments are sent by position"
         return self.actors[rank].control.remote(name_of(call), *args)
 
     def result(self, call: Callable[..., Value], ref: Any, pending: dict[Any, int]) -> Value:
@@ -152,11 +149,8 @@ class RankCalls:
             self.fail(label, rank, error, pending)
         return self._value(label, rank, outcome, pending)
 
-    def open_stream(
-        self, rank: int, call: Method[P, Iterator[Any]], *args: P.args, **kwargs: P.kwargs
-    ) -> Any:
+    def open_stream(self, rank: int, call: Method[*Args, Iterator[Any]], *args: *Args) -> Any:
         """A call that answers several times; read it with `read_stream`."""
-        assert not kwargs, "arguments are sent by position"
         stream = self.actors[rank].stream.options(num_returns="streaming")
         return stream.remote(live.step, name_of(call), *args)
 
@@ -174,11 +168,9 @@ class RankCalls:
             self.fail(name_of(call), rank, error, pending)
         return [self._value(name_of(call), rank, outcome, pending)]
 
-    def stream_all(
-        self, call: Method[P, Iterator[Value]], *args: P.args, **kwargs: P.kwargs
-    ) -> Iterator[tuple[int, Value]]:
+    def stream_all(self, call: Method[*Args, Iterator[Value]], *args: *Args) -> Iterator[tuple[int, Value]]:
         """The values of a streaming call to every rank, with the rank, as they come."""
-        pending = {self.open_stream(rank, call, *args, **kwargs): rank for rank in range(len(self))}
+        pending = {self.open_stream(rank, call, *args): rank for rank in range(len(self))}
         since = time.monotonic()
         while pending:
             for stream in self.ready(name_of(call), pending, since=since):

@@ -46,7 +46,7 @@ from verl.workers.shard_batch import (
     shard_rows,
     to_arrays,
 )
-from verl.workers.train_rank import RankInfo, TrainRank
+from verl.workers.train_rank import RankGroup, RankInfo, TrainRank
 
 if TYPE_CHECKING:
     from torch import nn
@@ -183,15 +183,15 @@ class RayGroup(WorkerGroup):
         return reduce_metrics(reported(layout, self.calls.each(call, for_ranks(layout, shares), label)))
 
     def optim_step(self, role: str, lr: float | None = None) -> dict[str, float]:
-        return self.calls.all(TrainRank.do_optim_step, role, lr)[0]
+        return self.calls.all(RankGroup.optim_step, role, lr)[0]
 
     def zero_grad(self, role: str) -> None:
         if not self.calls.broken:  # or nothing is asked of the ranks any more
-            self.calls.all(TrainRank.do_zero_grad, role)
+            self.calls.all(RankGroup.zero_grad, role)
 
     def add(self, role: str, model: nn.Module | None = None) -> None:
         assert model is None, "ranks load a model from its path"
-        self.calls.all(TrainRank.do_add, role)
+        self.calls.all(RankGroup.add, role)
         self.roles.append(find_role(role))
 
     def _trains_on(self, role: str) -> tuple[str, ...]:
@@ -208,7 +208,7 @@ class RayGroup(WorkerGroup):
         ]
 
     def refresh(self, role: str) -> None:
-        self.calls.all(TrainRank.do_refresh, role)
+        self.calls.all(RankGroup.refresh, role)
 
     def sync_weights(self) -> dict[str, float]:
         if self.pool is None:
@@ -336,7 +336,7 @@ class RolloutPool:
             return {}
         prompt = next(iter(probed.values())).prompt
         answers = list({arrival.tokens for arrival in probed.values()})
-        known = dict(zip(answers, self._trainer.all(TrainRank.do_probe, prompt, answers)[0], strict=True))
+        known = dict(zip(answers, self._trainer.all(RankGroup.probe, prompt, answers)[0], strict=True))
         for name, arrival in probed.items():
             check = self._probes.setdefault(name, ProbeCheck(name, arrival.precision, _ADVICE))
             own = known[arrival.tokens]

@@ -9,7 +9,7 @@ import logging
 import os
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,12 +123,17 @@ class RPCServer:
         root.addHandler(self._logs)
         root.setLevel(logging.INFO)
 
+    def method(self, call: str) -> Callable[..., Any]:
+        """What serves a call."""
+        method: Callable[..., Any] = getattr(self, f"do_{call}")
+        return method
+
     def serve(self, call: str, *args: Any, label: str = "") -> Outcome:
         """The answer of `do_<call>`. `label`: what messages and phases call it."""
         value, failure, label = None, None, label or call
         try:
             with self.watchdog.serving(label), live.phase(label):
-                value = getattr(self, f"do_{call}")(*args)
+                value = self.method(call)(*args)
         # SystemExit would end this process, or its thread, without a message.
         except (Exception, SystemExit) as error:
             failure = Failure.of(error, self.watchdog)
@@ -138,7 +143,7 @@ class RPCServer:
         """Like `serve`, for a call that yields several values."""
         try:
             with self.watchdog.serving(call), live.phase(call):
-                for value in getattr(self, f"do_{call}")(*args):
+                for value in self.method(call)(*args):
                     yield Outcome(value, None, self._logs.take())
         except (Exception, SystemExit) as error:
             yield Outcome(None, Failure.of(error, self.watchdog), self._logs.take())

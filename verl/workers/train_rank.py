@@ -11,7 +11,7 @@ generation between `open_generation` and `close_generation` runs at each rank's 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -220,6 +220,16 @@ class TrainRank(JoinedRank, RolloutServer):
         assert self._group is not None
         return self._group
 
+    @property
+    def checkpoints(self) -> CheckpointManager:
+        assert self._checkpoints is not None
+        return self._checkpoints
+
+    def method(self, call: str) -> Callable[..., Any]:
+        """One of its own, or of the group."""
+        own: Callable[..., Any] | None = getattr(self, f"do_{call}", None)
+        return own or getattr(self.group, call)
+
     def do_build(self, setup: RankSetup[PPOConfig]) -> RankInfo:
         """Join the process group and load this rank's shard of the models."""
         self.join(setup)
@@ -259,15 +269,6 @@ class TrainRank(JoinedRank, RolloutServer):
         metrics = self.group.forward_backward(role, mini, from_arrays(prepared).batch, loss)
         return self._reported(role, metrics)
 
-    def do_optim_step(self, role: str, lr: float | None) -> dict[str, float]:
-        return self.group.optim_step(role, lr)
-
-    def do_zero_grad(self, role: str) -> None:
-        self.group.zero_grad(role)
-
-    def do_add(self, role: str) -> None:
-        self.group.add(role)
-
     def _reported(self, role: str, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
         """As they are sent; none where another rank answers for the same rows."""
         layout = self.group.layout(role)
@@ -286,9 +287,6 @@ class TrainRank(JoinedRank, RolloutServer):
     def do_token_outputs(self) -> Arrays:
         kept = self.group.actor.tokens.take()()
         return to_arrays(kept) if self.group.layout("actor").reports(self.rank) else {}
-
-    def do_refresh(self, role: str) -> None:
-        self.group.refresh(role)
 
     def do_update_weights(self, version: int) -> dict[str, float]:
         self.group.policy_version = version
@@ -331,11 +329,6 @@ class TrainRank(JoinedRank, RolloutServer):
                     deque(tensors, maxlen=0)
         return sent if self._broadcast is not None else None
 
-    def do_probe(
-        self, prompt: tuple[int, ...], answers: list[tuple[tuple[int, ...], ...]]
-    ) -> list[SourceLogProbs | None]:
-        return self.group.probe(prompt, answers)
-
     # -- checkpoints --------------------------------------------------------------------------------------------
 
     def do_open_checkpoints(
@@ -350,31 +343,26 @@ class TrainRank(JoinedRank, RolloutServer):
         self._checkpoints = self._opened[key]
 
     def do_rehearse_save(self, state: Mapping[str, Any]) -> None:
-        assert self._checkpoints is not None
-        self._checkpoints.rehearse(self.group.checkpoint_parts(), state, tokenizer=self._tokenizer)
+        self.checkpoints.rehearse(self.group.checkpoint_parts(), state, tokenizer=self._tokenizer)
 
     def do_save(
         self, step: int, state: Mapping[str, Any], metrics: Mapping[str, Any]
     ) -> tuple[Path | None, str | None]:
         """The folder, and why the last save that failed did."""
-        assert self._checkpoints is not None
         parts = self.group.checkpoint_parts()
-        saved = self._checkpoints.save(step, parts, state, tokenizer=self._tokenizer, metrics=metrics)
-        return saved, self._checkpoints.failure
+        saved = self.checkpoints.save(step, parts, state, tokenizer=self._tokenizer, metrics=metrics)
+        return saved, self.checkpoints.failure
 
     def do_find_checkpoint(self, below: int | None) -> tuple[int | None, Found | None]:
         """The step of what `CheckpointManager.find` found, and on rank 0 all of it."""
-        assert self._checkpoints is not None
-        found = self._checkpoints.find(self.group.checkpoint_parts(), below)
+        found = self.checkpoints.find(self.group.checkpoint_parts(), below)
         return None if found is None else found[0], found if self.rank == 0 else None
 
     def do_load_found(self) -> bool:
-        assert self._checkpoints is not None
-        return self._checkpoints.load_found(self.group.checkpoint_parts())
+        return self.checkpoints.load_found(self.group.checkpoint_parts())
 
     def do_wait_for_save(self) -> tuple[Path | None, str | None]:
-        assert self._checkpoints is not None
-        return self._checkpoints.wait(), self._checkpoints.failure
+        return self.checkpoints.wait(), self.checkpoints.failure
 
     def do_close(self) -> None:
         if self._group is not None:
