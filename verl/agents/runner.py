@@ -31,7 +31,8 @@ from verl.data.chat import ChatFormat
 from verl.data.proto import DataProto
 from verl.errors import ConfigError, DataError
 from verl.rollout.base import GenerationSettings, Request, RolloutEngine
-from verl.rollout.sampler import Finished, Kept, OnFinish, Sampler
+from verl.rollout.sampler import OnFinish, Sampler
+from verl.rollout.samples import Finished, Kept
 
 logger = logging.getLogger(__name__)
 
