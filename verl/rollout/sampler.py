@@ -68,19 +68,17 @@ class Sampler:
     async def sample(self, request: Request) -> Response:
         """The response to a request of one sample. Cancelling the wait ends the request."""
         if request.n != 1:
-            raise ValueError(
-                f"request {request.request_id!r} asks for {request.n} samples; sample() gives one"
-            )
+            raise ValueError(f"{request.request_id!r} asks for {request.n} samples; sample() gives one")
         answer: Future[Response] = Future()
         answer.set_running_or_notify_cancel()  # so that only the engine's answer ends it
         self.submit([request], answer.set_result, fail=answer.set_exception)
         try:
             return await asyncio.wrap_future(answer)
         except asyncio.CancelledError:
-            self.post(partial(self._cancel_abandoned, request.request_id))
+            self.post(partial(self._abandon, request.request_id))
             raise
 
-    def _cancel_abandoned(self, request_id: str) -> None:
+    def _abandon(self, request_id: str) -> None:
         with suppress(NotImplementedError):  # then it runs to its end
             self.cancel([request_id])
 
@@ -321,8 +319,6 @@ class Sampler:
                 answer.set_exception(error)
 
         this = threading.get_ident()
-        if self._driver == this:
-            return function()
         with self.changed:
             self._calls.append(work)
             self.changed.notify_all()
@@ -443,8 +439,8 @@ class Sampler:
     def pack(self, finished: Sequence[Finished]) -> dict[str, Any]:
         """These samples, and the tokens of unfinished ones while suspended, as plain data for a checkpoint."""
         with self.changed:
-            begun = [response for task in self._tasks.values() for response in task.missing.values()]
-        return pack_samples([each.result for each in finished], [r for r in begun if r is not None])
+            begun = [kept for task in self._tasks.values() for kept in task.missing.values() if kept]
+        return pack_samples([each.result for each in finished], begun)
 
     def unpack(self, packed: dict[str, Any], groups: Iterable[str]) -> Kept:
         """What a checkpoint has of these groups, for `add`."""
