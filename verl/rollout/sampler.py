@@ -21,7 +21,7 @@ from verl.data.proto import DataProto
 from verl.errors import RolloutError
 from verl.observe.live import live
 from verl.rollout.base import GenerationSettings, Request, Response, RolloutEngine
-from verl.rollout.samples import Finished, Kept, Task, joined, pack_samples, unpack_samples
+from verl.rollout.samples import Finished, Kept, Task, begin_counting, joined, pack_samples, unpack_samples
 
 logger = logging.getLogger(__name__)
 
@@ -56,12 +56,9 @@ class Sampler:
         self._tasks: dict[str, Task] = {}
         self._sent: dict[str, tuple[Task, dict[int, int]]] = {}
         """What the engine has to answer: by its request id the task, and the task's sample for each of its own."""
-        self._submitted = 0
-        """Samples since nothing was outstanding."""
-        self._deliveries: list[Callable[[], None]] = []
-        """To be done by the driving thread."""
-        self._calls: list[Callable[[], None]] = []
-        """The same, for `call`: these are not dropped by `abort`."""
+        self._submitted = 0  # samples since nothing was outstanding
+        self._deliveries: list[Callable[[], None]] = []  # to be done by the driving thread
+        self._calls: list[Callable[[], None]] = []  # the same, and not dropped by `abort`
 
     # ---- asking for samples, from any thread
 
@@ -319,6 +316,8 @@ class Sampler:
                 answer.set_exception(error)
 
         this = threading.get_ident()
+        if self._driver == this:
+            return function()
         with self.changed:
             self._calls.append(work)
             self.changed.notify_all()
@@ -445,9 +444,3 @@ class Sampler:
     def unpack(self, packed: dict[str, Any], groups: Iterable[str]) -> Kept:
         """What a checkpoint has of these groups, for `add`."""
         return unpack_samples(packed, groups)
-
-
-def begin_counting(wanted: int, done: int = 0) -> None:
-    """In the live table: a generation of so many samples begins, of which some are there."""
-    live.set("responses_done", min(done, wanted))
-    live.set("responses_wanted", wanted)

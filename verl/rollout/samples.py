@@ -9,6 +9,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import DTypeLike
 
+from verl.observe.live import live
 from verl.rollout.base import FinishReason, Request, Response
 
 
@@ -59,6 +60,12 @@ class Task:
                 part = replace(part, request_id=f"{request.request_id}#{sample}", key=key)
             parts.append((part, {0: sample}))
         return parts
+
+
+def begin_counting(wanted: int, done: int = 0) -> None:
+    """In the live table: a generation of so many samples begins, of which some are there."""
+    live.set("responses_done", min(done, wanted))
+    live.set("responses_wanted", wanted)
 
 
 def joined(first: Response, rest: Response) -> Response:

@@ -23,8 +23,7 @@ from verl.observe.metrics import Timer
 from verl.reward.base import RewardResult
 from verl.reward.managers import require_streaming
 from verl.rollout.base import GenerationSettings
-from verl.rollout.sampler import begin_counting
-from verl.rollout.samples import Finished, Kept
+from verl.rollout.samples import Finished, Kept, begin_counting
 from verl.trainer.admission import Admission
 from verl.trainer.experience import (
     Experience,
