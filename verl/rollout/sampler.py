@@ -227,9 +227,9 @@ class Sampler:
 
         def ended(finished: Finished) -> None:
             row = first_row[finished.group] + finished.sample
-            rows[row] = finished.result
             if on_finish is not None:
                 on_finish(row, finished.result)
+            rows[row] = finished.result  # last: another thread may wait for it
 
         if not self.outstanding:
             begin_counting(0)
