@@ -28,7 +28,7 @@ def link(self, size):
 
     def held(timeout_s=None):
         global made
-        if self._version or self._stream._engine is None:  # the latter: what compares the first weights
+        if self.engine.version or self.sampler.suspended:  # the latter: what compares the first weights
             return poll(timeout_s)
         if made == {after}:
             time.sleep(0.01)

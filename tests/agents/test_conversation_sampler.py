@@ -16,7 +16,7 @@ from verl.agents.conversation import Conversation
 from verl.checkpoint.state import decode, encode
 from verl.errors import RolloutError
 from verl.rollout.base import GenerationSettings, SamplingParams
-from verl.rollout.sampler import Finished
+from verl.rollout.samples import Finished
 
 SETTINGS = GenerationSettings(SamplingParams(max_tokens=900), n=2, seed=3)
 GATED = WORLD.replace(

@@ -7,7 +7,8 @@ from typing import Any
 
 from verl.data.proto import DataProto
 from verl.rollout.base import GenerationSettings
-from verl.rollout.sampler import Finished, Kept, Sampler
+from verl.rollout.sampler import Sampler
+from verl.rollout.samples import Finished, Kept
 
 
 class Collected:

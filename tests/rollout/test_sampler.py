@@ -25,8 +25,8 @@ from verl.errors import RolloutError
 from verl.rollout import Request, Response, SamplingParams
 from verl.rollout.base import BatchEngine, GenerationSettings, RolloutEngine, RolloutStats
 from verl.rollout.native import Limits, NativeRollout
-from verl.rollout.sampler import Finished, Sampler, joined
-from verl.rollout.samples import unpack_responses
+from verl.rollout.sampler import Sampler
+from verl.rollout.samples import Finished, joined, unpack_responses
 
 SETTINGS = GenerationSettings(SamplingParams(max_tokens=12, stop_token_ids=(3, 4, 5)), n=3, seed=4)
 

@@ -31,7 +31,8 @@ from verl.data.chat import ChatFormat
 from verl.data.proto import DataProto
 from verl.errors import ConfigError, DataError
 from verl.rollout.base import GenerationSettings, Request, RolloutEngine
-from verl.rollout.sampler import Finished, Kept, OnFinish, Sampler
+from verl.rollout.sampler import OnFinish, Sampler
+from verl.rollout.samples import Finished, Kept
 
 logger = logging.getLogger(__name__)
 
@@ -184,10 +185,10 @@ class ConversationSampler(Sampler):
     def _begin(self, group: str, talk: _Talk, on_finish: OnFinish) -> None:
         def ended(task: asyncio.Task[Conversation]) -> None:
             self.running.discard(task)
-            if not task.cancelled():
-                self.post(
-                    lambda: self._end(Finished(group, talk.conversation.sample, task.result()), on_finish)
-                )
+            if task.cancelled():
+                return
+            task.exception()  # read here: where another conversation has failed before, nobody else does
+            self.post(lambda: self._end(Finished(group, talk.conversation.sample, task.result()), on_finish))
 
         task = self.agents.start(self.run_conversation(talk))
         self.running.add(task)

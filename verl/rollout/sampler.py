@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -21,61 +21,14 @@ from verl.data.proto import DataProto
 from verl.errors import RolloutError
 from verl.observe.live import live
 from verl.rollout.base import GenerationSettings, Request, Response, RolloutEngine
-from verl.rollout.samples import pack_responses, unpack_responses
+from verl.rollout.samples import Finished, Kept, Task, begin_counting, joined, pack_samples, unpack_samples
 
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True)
-class Finished:
-    """One sample of a prompt that ended."""
-
-    group: str
-    """The prompt's uid, after the `prefix` it was added with."""
-    sample: int
-    result: Any
-    """A `Response`, or a `Conversation` where there are several turns."""
-
-
 OnFinish = Callable[[Finished], None]
-Kept = dict[tuple[str, int], tuple[Any, bool]]
-"""From a checkpoint: by group and sample what there is, and whether it is finished."""
-
-
-@dataclass(eq=False)
-class _Task:
-    """A request with samples that have no answer yet."""
-
-    request: Request
-    missing: dict[int, Response | None]
-    """By sample: what it had when it was last suspended."""
-    deliver: Callable[[Response], None]
-    fail: Callable[[BaseException], None]
-    cancelled: bool = False
-
-    @property
-    def begun(self) -> bool:
-        """Some samples are ahead of others, so that they can no longer go as one request."""
-        return len(self.missing) < self.request.n or any(kept is not None for kept in self.missing.values())
-
-    def parts(self) -> list[tuple[Request, dict[int, int]]]:
-        """What to submit, each with the task's sample for each of its own.
-
-        Draws are keyed by request, sample and position. A sample that goes alone would be the first of its request and
-        repeat the draws of the task's first sample, so it gets an id of its own."""
-        request = self.request
-        if not self.begun:
-            return [(request, {sample: sample for sample in range(request.n)})]
-        parts = []
-        for sample, kept in self.missing.items():
-            part = replace(request, n=1, partial=(kept.token_ids,) if kept is not None else ())
-            if request.n > 1:
-                key = None if request.key is None else f"{request.key}#{sample}"
-                part = replace(part, request_id=f"{request.request_id}#{sample}", key=key)
-            parts.append((part, {0: sample}))
-        return parts
 
 
 class Sampler:
@@ -100,34 +53,29 @@ class Sampler:
         """The thread that drives the engine."""
         self._groups: dict[str, int] = {}
         """Samples of each prompt that was added which have not ended."""
-        self._tasks: dict[str, _Task] = {}
-        self._sent: dict[str, tuple[_Task, dict[int, int]]] = {}
+        self._tasks: dict[str, Task] = {}
+        self._sent: dict[str, tuple[Task, dict[int, int]]] = {}
         """What the engine has to answer: by its request id the task, and the task's sample for each of its own."""
-        self._submitted = 0
-        """Samples since nothing was outstanding."""
-        self._deliveries: list[Callable[[], None]] = []
-        """To be done by the driving thread."""
-        self._calls: list[Callable[[], None]] = []
-        """The same, for `call`: these are not dropped by `abort`."""
+        self._submitted = 0  # samples since nothing was outstanding
+        self._deliveries: list[Callable[[], None]] = []  # to be done by the driving thread
+        self._calls: list[Callable[[], None]] = []  # the same, and not dropped by `abort`
 
     # ---- asking for samples, from any thread
 
     async def sample(self, request: Request) -> Response:
         """The response to a request of one sample. Cancelling the wait ends the request."""
         if request.n != 1:
-            raise ValueError(
-                f"request {request.request_id!r} asks for {request.n} samples; sample() gives one"
-            )
+            raise ValueError(f"{request.request_id!r} asks for {request.n} samples; sample() gives one")
         answer: Future[Response] = Future()
         answer.set_running_or_notify_cancel()  # so that only the engine's answer ends it
         self.submit([request], answer.set_result, fail=answer.set_exception)
         try:
             return await asyncio.wrap_future(answer)
         except asyncio.CancelledError:
-            self.post(partial(self._cancel_abandoned, request.request_id))
+            self.post(partial(self._abandon, request.request_id))
             raise
 
-    def _cancel_abandoned(self, request_id: str) -> None:
+    def _abandon(self, request_id: str) -> None:
         with suppress(NotImplementedError):  # then it runs to its end
             self.cancel([request_id])
 
@@ -144,7 +92,7 @@ class Sampler:
         with the tokens they have, where these are not all of them from their beginning."""
         needed = begun or {}
         tasks = [
-            _Task(r, dict(needed.get(r.request_id) or dict.fromkeys(range(r.n))), deliver, fail)
+            Task(r, dict(needed.get(r.request_id) or dict.fromkeys(range(r.n))), deliver, fail)
             for r in requests
         ]
         with self.changed:
@@ -165,7 +113,7 @@ class Sampler:
                 f"the samples of prompt {again[0]!r} are being generated already; uids must differ"
             )
 
-    def _send(self, tasks: Sequence[_Task]) -> None:
+    def _send(self, tasks: Sequence[Task]) -> None:
         parts = [(part, task, samples) for task in tasks for part, samples in task.parts()]
         if parts:
             self.engine.submit([part for part, _, _ in parts])
@@ -256,7 +204,7 @@ class Sampler:
         if sent:
             self.engine.abort(sent)
 
-    def _end_suspended(self, task: _Task) -> None:
+    def _end_suspended(self, task: Task) -> None:
         name = task.request.request_id
         del self._tasks[name]
         for sample, kept in task.missing.items():
@@ -279,9 +227,9 @@ class Sampler:
 
         def ended(finished: Finished) -> None:
             row = first_row[finished.group] + finished.sample
-            rows[row] = finished.result
             if on_finish is not None:
                 on_finish(row, finished.result)
+            rows[row] = finished.result  # last: another thread may wait for it
 
         if not self.outstanding:
             begin_counting(0)
@@ -490,41 +438,9 @@ class Sampler:
     def pack(self, finished: Sequence[Finished]) -> dict[str, Any]:
         """These samples, and the tokens of unfinished ones while suspended, as plain data for a checkpoint."""
         with self.changed:
-            kept = [response for task in self._tasks.values() for response in task.missing.values()]
-        begun = [response for response in kept if response is not None]
-        return {
-            "finished": pack_responses([each.result for each in finished]),
-            "unfinished": pack_responses(begun),
-        }
+            begun = [kept for task in self._tasks.values() for kept in task.missing.values() if kept]
+        return pack_samples([each.result for each in finished], begun)
 
     def unpack(self, packed: dict[str, Any], groups: Iterable[str]) -> Kept:
         """What a checkpoint has of these groups, for `add`."""
-        wanted, kept = set(groups), Kept()
-        for name, ended in (("unfinished", False), ("finished", True)):
-            for response in unpack_responses(packed[name]):
-                if response.request_id in wanted:
-                    kept[response.request_id, response.sample] = response, ended
-        return kept
-
-
-def begin_counting(wanted: int, done: int = 0) -> None:
-    """In the live table: a generation of so many samples begins, of which some are there."""
-    live.set("responses_done", min(done, wanted))
-    live.set("responses_wanted", wanted)
-
-
-def joined(first: Response, rest: Response) -> Response:
-    """One response from the two parts of an interrupted one."""
-    count, versions = len(first.token_ids), first.versions
-    changes, last = list(first.version_changes), versions[-1] if versions else first.policy_version
-    for position, version in ((0, rest.policy_version), *rest.version_changes):
-        if version != last and position < len(rest.token_ids):
-            changes.append((count + position, version))
-            last = version
-    return replace(
-        rest,
-        token_ids=[*first.token_ids, *rest.token_ids],
-        log_probs=[*first.log_probs, *rest.log_probs],
-        policy_version=first.policy_version,
-        version_changes=changes,
-    )
+        return unpack_samples(packed, groups)

@@ -1,14 +1,103 @@
-"""Samples in a checkpoint: few arrays, however many samples there are."""
+"""Samples that ended or were interrupted, and how a checkpoint has them: few arrays, however many there are."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
 from numpy.typing import DTypeLike
 
-from verl.rollout.base import FinishReason, Response
+from verl.observe.live import live
+from verl.rollout.base import FinishReason, Request, Response
+
+
+@dataclass(frozen=True)
+class Finished:
+    """One sample of a prompt that ended."""
+
+    group: str
+    """The prompt's uid, after the `prefix` it was added with."""
+    sample: int
+    result: Any
+    """A `Response`, or a `Conversation` where there are several turns."""
+
+
+Kept = dict[tuple[str, int], tuple[Any, bool]]
+"""From a checkpoint: by group and sample what there is, and whether it is finished."""
+
+
+@dataclass(eq=False)
+class Task:
+    """A request with samples that have no answer yet."""
+
+    request: Request
+    missing: dict[int, Response | None]
+    """By sample: what it had when it was last suspended."""
+    deliver: Callable[[Response], None]
+    fail: Callable[[BaseException], None]
+    cancelled: bool = False
+
+    @property
+    def begun(self) -> bool:
+        """Some samples are ahead of others, so that they can no longer go as one request."""
+        return len(self.missing) < self.request.n or any(kept is not None for kept in self.missing.values())
+
+    def parts(self) -> list[tuple[Request, dict[int, int]]]:
+        """What to submit, each with the task's sample for each of its own.
+
+        Draws are keyed by request, sample and position. A sample that goes alone would be the first of its request and
+        repeat the draws of the task's first sample, so it gets an id of its own."""
+        request = self.request
+        if not self.begun:
+            return [(request, {sample: sample for sample in range(request.n)})]
+        parts = []
+        for sample, kept in self.missing.items():
+            part = replace(request, n=1, partial=(kept.token_ids,) if kept is not None else ())
+            if request.n > 1:
+                key = None if request.key is None else f"{request.key}#{sample}"
+                part = replace(part, request_id=f"{request.request_id}#{sample}", key=key)
+            parts.append((part, {0: sample}))
+        return parts
+
+
+def begin_counting(wanted: int, done: int = 0) -> None:
+    """In the live table: a generation of so many samples begins, of which some are there."""
+    live.set("responses_done", min(done, wanted))
+    live.set("responses_wanted", wanted)
+
+
+def joined(first: Response, rest: Response) -> Response:
+    """One response from the two parts of an interrupted one."""
+    count, versions = len(first.token_ids), first.versions
+    changes, last = list(first.version_changes), versions[-1] if versions else first.policy_version
+    for position, version in ((0, rest.policy_version), *rest.version_changes):
+        if version != last and position < len(rest.token_ids):
+            changes.append((count + position, version))
+            last = version
+    return replace(
+        rest,
+        token_ids=[*first.token_ids, *rest.token_ids],
+        log_probs=[*first.log_probs, *rest.log_probs],
+        policy_version=first.policy_version,
+        version_changes=changes,
+    )
+
+
+def pack_samples(finished: Sequence[Response], begun: Sequence[Response]) -> dict[str, Any]:
+    """As plain data for a checkpoint."""
+    return {"finished": pack_responses(finished), "unfinished": pack_responses(begun)}
+
+
+def unpack_samples(packed: dict[str, Any], groups: Iterable[str]) -> Kept:
+    """What a checkpoint has of these groups."""
+    wanted, kept = set(groups), Kept()
+    for name, ended in (("unfinished", False), ("finished", True)):
+        for response in unpack_responses(packed[name]):
+            if response.request_id in wanted:
+                kept[response.request_id, response.sample] = response, ended
+    return kept
 
 
 def pack_rows(rows: Sequence[Sequence[float]], dtype: DTypeLike) -> dict[str, np.ndarray]:

@@ -12,7 +12,7 @@ from verl.data.proto import DataProto
 from verl.errors import TrainingHalted
 from verl.observe.metrics import Timer
 from verl.rollout.base import GenerationSettings
-from verl.rollout.sampler import Finished
+from verl.rollout.samples import Finished
 from verl.trainer.admission import Admission
 from verl.trainer.experience import Experience, SyncExperience
 from verl.trainer.streaming import CarryOverExperience, StreamingExperience
@@ -118,30 +118,18 @@ class PoolExperience(StreamingExperience):
         with timer("gen"):
             if not self.whole_batches or self.restored or not self.groups:
                 self.start_groups()
-            names = self._wait_for_batch(step)
+            self.wait(self.take_groups, lambda: f"Step {step} needs {self._missing()}")
             waited = time.monotonic() - started
             if self.whole_batches:
                 self.send_deferred()
                 self.start_groups()
-        batch, metrics = self.batch_of(names, timer)
+        batch, metrics = self.batch_of(timer)
         found, self._metrics = self._metrics, {}
         return batch, metrics | found | self._wait_shares(waited)
 
     def start_groups(self) -> None:
         with self.sampler.changed:
             super().start_groups()
-
-    def _wait_for_batch(self, step: int) -> list[str]:
-        names: list[str] | None = None
-
-        def done() -> bool:
-            nonlocal names
-            names = self.admission.take(self.clock)
-            return names is not None
-
-        self.wait(done, lambda: f"Step {step} needs {self._missing()}")
-        assert names is not None
-        return names
 
     def _missing(self) -> str:
         missing = self.admission.waiting_for(self.clock)

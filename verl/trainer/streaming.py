@@ -11,7 +11,7 @@ import copy
 import logging
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +23,7 @@ from verl.observe.metrics import Timer
 from verl.reward.base import RewardResult
 from verl.reward.managers import require_streaming
 from verl.rollout.base import GenerationSettings
-from verl.rollout.sampler import Finished, Kept, begin_counting
+from verl.rollout.samples import Finished, Kept, begin_counting
 from verl.trainer.admission import Admission
 from verl.trainer.experience import (
     Experience,
@@ -178,11 +178,17 @@ class StreamingExperience(Experience):
             return
         self.admission.finish(finished.group)
 
-    def batch_of(self, names: Iterable[str], timer: Timer) -> tuple[DataProto, dict[str, float]]:
-        """These groups as a scored batch."""
+    def take_groups(self) -> bool:
+        """Take the groups of the next batch, where admission has them."""
+        names = self.admission.take(self.clock)
+        self.taken = [] if names is None else [self.groups.pop(name) for name in names]
+        return names is not None
+
+    def batch_of(self, timer: Timer) -> tuple[DataProto, dict[str, float]]:
+        """The groups that were taken as a scored batch."""
         if self._reward_failure is not None:
             raise self._reward_failure
-        self.taken = groups = [self.groups.pop(name) for name in names]
+        groups = self.taken
         prompts = DataProto.concat([group.prompt for group in groups])
         samples = [sample for group in groups for sample in group.samples]
         batch = rollouts_of(prompts, samples, self.n, self.workers.pad_token_id)
@@ -326,18 +332,10 @@ class CarryOverExperience(StreamingExperience):
         return super().new_admission(math.ceil(self.batch_size * (1 + share)))
 
     def collect(self, step: int, timer: Timer) -> tuple[DataProto, dict[str, float]]:
-        names: list[str] | None = None
-
-        def complete() -> bool:
-            nonlocal names
-            names = self.admission.take(self.clock)
-            return names is not None
-
         with timer("gen"), self.generating():
             self.start_groups()
-            self.sampler.run(complete)
-        assert names is not None
-        return self.batch_of(names, timer)
+            self.sampler.run(self.take_groups)
+        return self.batch_of(timer)
 
     @contextmanager
     def generating(self) -> Iterator[None]:
