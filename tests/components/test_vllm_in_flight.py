@@ -65,8 +65,8 @@ def start(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     stream, started, read = type(engine).stream, set(), threading.Semaphore(0)
 
     def until_the_update(sample: Any) -> Iterator[Any]:
-        chunks, again = stream(engine, sample), sample.key in started
-        started.add(sample.key)
+        chunks, again = stream(engine, sample), sample.name in started
+        started.add(sample.name)
         try:
             for count, chunk in enumerate(chunks):
                 yield chunk

@@ -15,8 +15,8 @@ from verl.rollout.native import Limits
 from verl.rollout.native.block_manager import BlockManager, Copy
 from verl.rollout.native.device_runner import DeviceRunner
 from verl.rollout.native.scheduler import Chunk, Scheduler
-from verl.rollout.native.sequence import Sequence, sequences_of
 from verl.rollout.sampling import Kinds, mix, sequence_key
+from verl.rollout.sequence import Sequence, sequences_of
 
 EOS = 0
 VOCABULARY = 12

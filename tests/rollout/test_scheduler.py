@@ -17,7 +17,7 @@ from simulated_device import check_blocks
 from verl.rollout.base import Request, SamplingParams
 from verl.rollout.native.block_manager import BlockManager
 from verl.rollout.native.scheduler import Scheduler, Step
-from verl.rollout.native.sequence import Sequence, Status, sequences_of
+from verl.rollout.sequence import Sequence, Status, sequences_of
 
 
 class FakeCache:

@@ -171,7 +171,7 @@ class CountingList(list):
 def test_a_copying_engine_takes_tokens_without_copying_the_response(partial: Any) -> None:
     stopper = Stopper(None, frozenset({7}))
     sample = Sample(Request("a", [5], SamplingParams(max_tokens=600), partial=partial), 0)
-    sample.response_ids = CountingList(sample.response_ids)
+    sample.tokens = CountingList(sample.tokens)
     CountingList.copied = 0
     for _ in range(500):
         assert sample.append([5], [-1.0], stopper) is None
@@ -188,10 +188,10 @@ def test_resumed_tokens_count_for_length_and_stop_strings() -> None:
     stopped = SamplingParams(max_tokens=9, stop=("Eab",))
     sample = Sample(Request("a", [0], stopped, partial=([end[1], end[0]],)), 0)
     assert sample.append([0, 1, 1], [-1.0, -1.0, -1.0], stopper) == "stop"
-    assert sample.token_ids == [0, 1]
+    assert sample.response("stop").token_ids == [0, 1]
     sample = Sample(Request("a", [0], SamplingParams(max_tokens=3), partial=([4, 4],)), 0)
     assert sample.append([0, 1], [-1.0, -1.0], stopper) == "length"
-    assert sample.token_ids == [0]
+    assert sample.response("length").token_ids == [0]
 
 
 @pytest.mark.parametrize("length", [40, 120])

@@ -10,8 +10,8 @@ import threading
 import time
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import InitVar, dataclass, field
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Seq
 from importlib import util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,11 +31,11 @@ from verl.rollout.base import (
     RolloutEngine,
     RolloutStats,
     Stopper,
-    VersionLog,
     check_finite,
     check_requests,
 )
-from verl.rollout.sampling import mix, sequence_key
+from verl.rollout.sampling import mix
+from verl.rollout.sequence import Sequence
 from verl.rollout.source import model_info
 from verl.rollout.stale_files import new_path, remove, sweep
 from verl.rollout.weight_sync.broadcast import ReceivedWeights
@@ -47,78 +47,28 @@ if TYPE_CHECKING:
 _MAX_SEED = (1 << 63) - 1
 
 
-@dataclass(eq=False)
-class Sample:
+class Sample(Sequence):
     """When it is interrupted, it starts again with the tokens it has as a part of its prompt."""
 
-    request: Request
-    number: int
-    version: InitVar[int] = 0
-    """Of the weights it starts with."""
-    versions: VersionLog = field(init=False)
-    log_probs: list[float] = field(default_factory=list)
-    response_ids: list[int] = field(init=False)
-    """Resumed and new tokens."""
-    started: bool = False
-    aborted: bool = False
-    ended: bool = False
-    """It waits for being answered, and cannot start again."""
-
-    def __post_init__(self, version: int) -> None:
-        self.versions = VersionLog(version)
-        self.response_ids = list(self.request.partial[self.number]) if self.request.partial else []
-
-    @property
-    def token_ids(self) -> list[int]:
-        """The new tokens."""
-        return self.response_ids[len(self.response_ids) - len(self.log_probs) :]
-
-    @property
-    def prompt(self) -> list[int]:
-        """What the model has seen when it starts, or starts again, here."""
-        return [*self.request.prompt_ids, *self.response_ids]
-
-    @property
-    def key(self) -> str:
-        return f"{self.request.request_id}/{self.number}"
+    def __init__(self, request: Request, number: int, version: int = 0) -> None:
+        """`version`: of the weights it starts with."""
+        super().__init__(request, number, version)
+        self.name = f"{request.request_id}/{number}"
+        self.started = self.aborted = False
+        self.ended = False
+        """It waits for being answered, and cannot start again."""
 
     @property
     def seed(self) -> int:
         """For a start with the tokens it has now."""
-        key = sequence_key(self.request.seed, self.request.draw_key, self.number)
         # A resumed sample must not repeat the noise of its first tokens.
-        return (mix(key + len(self.response_ids)) if self.response_ids else key) & _MAX_SEED
+        return (mix(self.key + self.produced) if self.produced else self.key) & _MAX_SEED
 
-    def set_version(self, version: int) -> None:
-        """Its next token is drawn by this version of the weights."""
-        self.versions.change(len(self.log_probs), version)
-
-    def append(
-        self, token_ids: Sequence[int], log_probs: Sequence[float], stopper: Stopper
-    ) -> FinishReason | None:
+    def append(self, token_ids: Seq[int], log_probs: Seq[float], stopper: Stopper) -> FinishReason | None:
         """Append new tokens up to where the sample ends; why it ends, or None."""
         check_finite(log_probs)
-        response, start = self.response_ids, len(self.response_ids)
-        for token, log_prob in zip(token_ids, log_probs, strict=True):
-            response.append(int(token))
-            self.log_probs.append(float(log_prob))
-        end = stopper.end(response, start, self.request.sampling)
-        if end is None:
-            return None
-        count, reason = end
-        del self.log_probs[len(self.log_probs) - (len(response) - count) :], response[count:]
-        return reason
-
-    def response(self, reason: FinishReason) -> Response:
-        return Response(
-            self.request.request_id,
-            self.number,
-            self.token_ids,
-            self.log_probs,
-            reason,
-            self.versions.first,
-            self.versions.within(len(self.log_probs)),
-        )
+        pairs = list(zip(token_ids, log_probs, strict=True))
+        return self.extend([int(token) for token, _ in pairs], [float(x) for _, x in pairs], stopper)
 
 
 def require_engine(name: str) -> str:
@@ -207,7 +157,7 @@ class ExternalRollout(RolloutEngine):
         """Check the settings, then start the engine."""
 
     @abstractmethod
-    def _start(self, samples: Sequence[Sample]) -> None:
+    def _start(self, samples: Seq[Sample]) -> None:
         """Queue samples; may be called from any thread, with the lock."""
 
     @abstractmethod
@@ -218,7 +168,7 @@ class ExternalRollout(RolloutEngine):
     def _advance(self, timeout_s: float | None) -> list[Response]:
         """One step, or a short wait of at most `timeout_s`: what finished in it, each by `_finish`."""
 
-    def _cancel(self, samples: Sequence[Sample]) -> None:
+    def _cancel(self, samples: Seq[Sample]) -> None:
         """These samples are no longer needed (they are marked aborted)."""
 
     @abstractmethod
@@ -250,15 +200,15 @@ class ExternalRollout(RolloutEngine):
             raise RolloutError(f"{self.name} sleeps; call wake() before submit()")
         self._enqueue(requests)
 
-    def _enqueue(self, requests: Sequence[Request]) -> None:
+    def _enqueue(self, requests: Seq[Request]) -> None:
         with self._lock:
             samples = [Sample(r, number, self.version) for r in requests for number in range(r.n)]
-            twice = [sample for sample in samples if sample.key in self._outstanding]
+            twice = [sample for sample in samples if sample.name in self._outstanding]
             if twice:
                 raise RolloutError(
                     f"request {twice[0].request.request_id!r} is outstanding already; request ids must differ"
                 )
-            self._outstanding.update({sample.key: sample for sample in samples})
+            self._outstanding.update({sample.name: sample for sample in samples})
             if not self._updating:
                 self._start(samples)
 
@@ -279,7 +229,7 @@ class ExternalRollout(RolloutEngine):
 
     def _finish(self, sample: Sample, reason: FinishReason) -> Response:
         with self._lock:
-            del self._outstanding[sample.key]
+            del self._outstanding[sample.name]
             self._generated_tokens += len(sample.log_probs)
         return sample.response(reason)
 
@@ -442,7 +392,7 @@ class TPFollower(ExternalRollout):
     def submit(self, requests: Iterable[Request]) -> None:
         raise RolloutError(f"this rank follows the one that hosts {self.name}; requests go to that one")
 
-    def _start(self, samples: Sequence[Sample]) -> None:
+    def _start(self, samples: Seq[Sample]) -> None:
         pass
 
     def _interrupt(self) -> None:

@@ -25,8 +25,8 @@ from verl.rollout.base import (
     check_finite,
     check_requests,
 )
-from verl.rollout.native.sequence import Sequence
 from verl.rollout.sampling import SamplingBatch, sample, seen_tokens
+from verl.rollout.sequence import Sequence
 from verl.rollout.source import ModuleEngine, generation_mode, verify
 
 DEFAULT_BATCH = 256
@@ -168,11 +168,8 @@ class HFRollout(ModuleEngine, BatchEngine):
             if row_index is None:
                 continue
             row = rows[row_index]
-            row.tokens.append(tokens[index])
-            row.log_probs.append(log_probs[index])
             self._drawn_tokens += 1
-            end = stopper.end(row.tokens, row.length - 1, row.request.sampling, row.prompt_length)
-            reason = end[1] if end is not None else None
+            reason = row.extend([tokens[index]], [log_probs[index]], stopper)
             if reason is None and (self._abort_all or row.request.request_id in self._aborted):
                 reason = "abort"
             if reason is not None:

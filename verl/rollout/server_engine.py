@@ -339,7 +339,7 @@ class ServerRollout(ExternalRollout):
                     return reason
                 if self._updating:
                     return None
-        raise RolloutError(f"{self.name}'s server ended the answer to {sample.key} without a reason")
+        raise RolloutError(f"{self.name}'s server ended the answer to {sample.name} without a reason")
 
     def _advance(self, timeout_s: float | None) -> list[Response]:
         responses: list[Response] = []
@@ -352,7 +352,7 @@ class ServerRollout(ExternalRollout):
             self.watchdog.check(f"generate ({len(self._outstanding)} samples are not answered)")
             return []
         for sample, result in results:
-            if self._outstanding.get(sample.key) is not sample:
+            if self._outstanding.get(sample.name) is not sample:
                 continue  # dropped after an error
             if isinstance(result, RolloutError):
                 self.client.explain(result)

@@ -78,13 +78,13 @@ def generate_body(sample: Sample, eos_ids: frozenset[int], version: int) -> dict
     sampling = sample.request.sampling
     stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(eos_ids))
     return {
-        "input_ids": sample.prompt,
+        "input_ids": list(sample.tokens),
         # A sample starts again with other weights; the server may still be ending the start before that by its name.
-        "rid": f"{sample.key}@{version}",
+        "rid": f"{sample.name}@{version}",
         "stream": True,
         "return_logprob": True,
         "sampling_params": {
-            "max_new_tokens": sampling.max_tokens - len(sample.response_ids),
+            "max_new_tokens": sampling.max_tokens - sample.produced,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k if sampling.top_k > 0 else -1,
@@ -124,7 +124,7 @@ class SGLangRollout(ServerRollout):
         seen = 0
         for event in self.client.events("/generate", generate_body(sample, self.info.eos_ids, self.version)):
             if "error" in event:
-                raise RolloutError(f"sglang's server refused {sample.key}: {event['error']}")
+                raise RolloutError(f"sglang's server refused {sample.name}: {event['error']}")
             meta = event["meta_info"]
             # Every event holds the answer from its beginning.
             new = (meta.get("output_token_logprobs") or [])[seen:]

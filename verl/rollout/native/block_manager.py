@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from verl.rollout.native.sequence import Sequence
+from verl.rollout.sequence import Sequence
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,8 @@ from verl.rollout.native.block_manager import Copy
 from verl.rollout.native.model import Backbone
 from verl.rollout.native.ops import dot_product_attention
 from verl.rollout.native.scheduler import Scheduler, Step
-from verl.rollout.native.sequence import Sequence
 from verl.rollout.sampling import Kinds, SamplingBatch, sample, seen_tokens
+from verl.rollout.sequence import Sequence
 
 _CALL_COST = 400
 """What one more call costs, in padded tokens that it must save to be worth it (measured)."""
@@ -209,12 +209,9 @@ class CPURunner:
         scheduler.stats.drawn_tokens += len(self._drawn[0])
         ended: list[tuple[Sequence, FinishReason]] = []
         for sequence, token, log_prob in zip(*self._drawn, strict=True):
-            sequence.tokens.append(token)
-            sequence.log_probs.append(log_prob)
-            newest = len(sequence.tokens) - 1
-            end = self.stopper.end(sequence.tokens, newest, sequence.request.sampling, sequence.prompt_length)
-            if end is not None:
-                ended.append((sequence, end[1]))
+            reason = sequence.extend([token], [log_prob], self.stopper)
+            if reason is not None:
+                ended.append((sequence, reason))
         scheduler.finish_all([sequence for sequence, _ in ended])
         return ended
 

@@ -26,8 +26,8 @@ from verl.rollout.native.kv_cache import DeviceCache
 from verl.rollout.native.model import Backbone, FusedDecoder
 from verl.rollout.native.ops import DecodeInputs, Ops
 from verl.rollout.native.scheduler import Chunk, Scheduler, Step
-from verl.rollout.native.sequence import Sequence
 from verl.rollout.sampling import Kinds, sample
+from verl.rollout.sequence import Sequence
 
 LOOKAHEAD = 4
 """Decode steps between two polls of the host. A row that has ended runs on for up to twice as many; the host's work for
@@ -357,7 +357,11 @@ class DeviceRunner:
         answers: list[tuple[Sequence, FinishReason]] = []
         leaving: list[Row] = []
         for index, new in enumerate(zip(*self.state.fetch(slots, starts, counts), strict=True)):
-            reason = self._append(rows[index], *new)
+            row = rows[index]
+            row.fetched += len(new[0])
+            row.sequence.on_device = 0
+            # The device checks everything but stop strings, so that only the newest token can end it.
+            reason = row.sequence.extend(*new, self.stopper, only_last=True)
             if reason is not None:
                 leaving.append(rows[index])
                 answers.append((rows[index].sequence, reason))
@@ -365,25 +369,6 @@ class DeviceRunner:
                 raise RuntimeError(f"{rows[index].sequence!r} ended on the device, but not on the host")
         self._remove(leaving)
         return answers
-
-    def _append(self, row: Row, tokens: list[int], log_probs: list[float]) -> FinishReason | None:
-        """Give a sequence its new tokens, up to the first that ends it; why that one does, or None."""
-        sequence = row.sequence
-        start = len(sequence.tokens)
-        sequence.tokens += tokens
-        sequence.log_probs += log_probs
-        sequence.on_device = 0
-        row.fetched += len(tokens)
-        sampling = sequence.request.sampling
-        if not sampling.stop:  # the device checks everything else, so that only the newest token can end it
-            start = max(len(sequence.tokens) - 1, start)
-        end = self.stopper.end(sequence.tokens, start, sampling, sequence.prompt_length)
-        if end is None:
-            return None
-        count, reason = end
-        beyond = len(sequence.tokens) - count
-        del sequence.tokens[count:], sequence.log_probs[len(sequence.log_probs) - beyond :]
-        return reason
 
     def _remove(self, leaving: list[Row]) -> None:
         if not leaving:

@@ -14,8 +14,8 @@ from collections.abc import Sequence as Seq
 import numpy as np
 import torch
 
-from verl.rollout.native.sequence import Sequence
 from verl.rollout.sampling import Kinds, SamplingBatch
+from verl.rollout.sequence import Sequence
 
 
 class Poll:

@@ -41,8 +41,8 @@ from verl.rollout.native.engine_state import (
 )
 from verl.rollout.native.kv_cache import CacheLayout, cache_layout
 from verl.rollout.native.scheduler import Scheduler
-from verl.rollout.native.sequence import Sequence, sequences_of
 from verl.rollout.sampling import Kinds
+from verl.rollout.sequence import Sequence, sequences_of
 from verl.rollout.source import ModuleEngine, generation_mode, verify
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from verl.rollout.base import RolloutStats
 from verl.rollout.native.block_manager import BlockManager, Copy
-from verl.rollout.native.sequence import Sequence, Status
+from verl.rollout.sequence import Sequence, Status
 
 
 @dataclass

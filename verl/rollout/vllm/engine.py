@@ -124,14 +124,14 @@ class VLLMRollout(VLLMBase):
 
         sampling = sample.request.sampling
         seed = sample.seed if self.config.per_request_seed else None
-        arguments = sampling_arguments(sampling, self.info.eos_ids, seed, len(sample.response_ids))
+        arguments = sampling_arguments(sampling, self.info.eos_ids, seed, sample.produced)
         # Only stop strings are searched for here; vLLM knows every other end itself.
         kind = RequestOutputKind.DELTA if sampling.stop else RequestOutputKind.FINAL_ONLY
         params = SamplingParams(**arguments, detokenize=False, output_kind=kind)
-        prompt = {"prompt_token_ids": sample.prompt, "cache_salt": self.cache_salt(sample)}
+        prompt = {"prompt_token_ids": list(sample.tokens), "cache_salt": self.cache_salt(sample)}
         add = self.llm.llm_engine.add_request
-        self._vllm_ids[sample.key] = self._call(
-            "generate", add, sample.key, prompt, params, lora_request=self.adapter
+        self._vllm_ids[sample.name] = self._call(
+            "generate", add, sample.name, prompt, params, lora_request=self.adapter
         )
         sample.started = True
 
@@ -162,14 +162,14 @@ class VLLMRollout(VLLMBase):
         from vllm.v1.engine import FinishReason as Ended
 
         states = self.llm.llm_engine.output_processor.request_states
-        state = states.get(self._vllm_ids[sample.key])
+        state = states.get(self._vllm_ids[sample.name])
         if state is not None and not sample.request.sampling.stop:
             self._append(sample, state.make_request_output([], None, Ended.ABORT, None).outputs[0])
 
     def _abort_in_vllm(self, samples: Sequence[Sample]) -> None:
         if samples:
             abort = self.llm.llm_engine.abort_request
-            self._call("abort", abort, [sample.key for sample in samples])
+            self._call("abort", abort, [sample.name for sample in samples])
 
     def _cancel(self, samples: Sequence[Sample]) -> None:
         self._new.clear()
@@ -177,7 +177,7 @@ class VLLMRollout(VLLMBase):
             self._abort_in_vllm([sample for sample in samples if sample.started])
 
     def _finish(self, sample: Sample, reason: FinishReason) -> Response:
-        self._vllm_ids.pop(sample.key, None)
+        self._vllm_ids.pop(sample.name, None)
         return super()._finish(sample, reason)
 
     # -- weights and memory -------------------------------------------------------------------------------------

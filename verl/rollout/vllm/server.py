@@ -37,11 +37,11 @@ class VLLMServerRollout(VLLMBase, ServerRollout):
 
     def stream(self, sample: Sample) -> Generator[Chunk, None, None]:
         seed = sample.seed if self.config.per_request_seed else None
-        done = len(sample.response_ids)
+        done = sample.produced
         body = sampling_arguments(sample.request.sampling, self.info.eos_ids, seed, done)
         body.update(
             model=self.adapter or _MODEL,
-            prompt=sample.prompt,
+            prompt=list(sample.tokens),
             cache_salt=self.cache_salt(sample),
             stream=True,
             return_token_ids=True,

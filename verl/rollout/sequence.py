@@ -7,9 +7,10 @@ last token, which is why `decoding` is a separate state.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import Enum
 
-from verl.rollout.base import FinishReason, Request, Response, VersionLog
+from verl.rollout.base import FinishReason, Request, Response, Stopper, VersionLog
 from verl.rollout.sampling import sequence_key
 
 
@@ -58,6 +59,24 @@ class Sequence:
     def produced(self) -> int:
         """Tokens after the prompt, resumed ones included: the position that keys the next draw."""
         return self.length - self.prompt_length
+
+    def extend(
+        self, token_ids: Iterable[int], log_probs: Iterable[float], stopper: Stopper, only_last: bool = False
+    ) -> FinishReason | None:
+        """Add drawn tokens up to the first that ends it; why that one does, or None. `only_last`: apart from stop
+        strings, no token before the last can end it."""
+        start, sampling = len(self.tokens), self.request.sampling
+        self.tokens += token_ids
+        self.log_probs += log_probs
+        if only_last and not sampling.stop:
+            start = max(len(self.tokens) - 1, start)
+        end = stopper.end(self.tokens, start, sampling, self.prompt_length)
+        if end is None:
+            return None
+        count, reason = end
+        beyond = len(self.tokens) - count
+        del self.tokens[count:], self.log_probs[len(self.log_probs) - beyond :]
+        return reason
 
     def set_version(self, version: int) -> None:
         """Its next token is drawn by this version of the weights."""
