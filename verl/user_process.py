@@ -450,7 +450,7 @@ class _Requests:
                     return message
             if steps is not None:
                 steps.wait_readable(self._channel)
-            data = self._channel.recv(1 << 18)
+            data = self._channel.recv(1 << 16)
             if not data:
                 return None
             received += data

@@ -65,9 +65,9 @@ def test_samples_submitted_during_a_collect_belong_to_a_later_one(gated, monkeyp
     waiting = threading.Event()
     wait = function_manager.wait
 
-    def announced(calls, **options):
+    def announced(calls):
         waiting.set()
-        return wait(calls, **options)
+        return wait(calls)
 
     monkeypatch.setattr(function_manager, "wait", announced)
     manager.submit(sample(0, "held", gate, worth=5))

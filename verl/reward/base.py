@@ -6,8 +6,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -89,25 +88,53 @@ class RewardManager(ABC):
         """End worker processes."""
 
 
-Call = Future[list[RewardResult]]
-"""A call of a function or a model: one result per sample."""
-_counting = threading.Lock()
-"""Backends answer from threads of their own."""
+_answered = threading.Condition()
+"""Held while a call or the live counts change: backends answer from threads of their own."""
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """A call of a function or a model, with one result per sample. Lighter than a `concurrent.futures.Future`, because
+    there is one for every response."""
+
+    results: list[RewardResult] | None = None
+    failure: Exception | None = None
+    waited: bool = False
+
+    def result(self) -> list[RewardResult]:
+        """Wait for the results; raises what the backend failed with."""
+        with _answered:
+            self.waited = True
+            _answered.wait_for(lambda: self.results is not None or self.failure is not None)
+        if self.results is None:
+            assert self.failure is not None
+            raise self.failure
+        return self.results
 
 
 def new_call(samples: Sequence[RewardSample]) -> Call:
     """So many rewards are asked for (`verl.observe.live`)."""
-    with _counting:
+    with _answered:
         live.add("rewards_waiting", len(samples))
-    return Future()
+    return Call()
 
 
 def answer(call: Call, results: list[RewardResult]) -> None:
-    with _counting:
+    with _answered:
         live.add("rewards_waiting", -len(results))
         live.add("rewards_total", len(results))
         live.add("rewards_failed_total", sum(result.score is None for result in results))
-    call.set_result(results)
+        call.results = results
+        if call.waited:
+            _answered.notify_all()
+
+
+def fail(calls: Iterable[Call], failure: Exception) -> None:
+    """There will be no results."""
+    with _answered:
+        for call in calls:
+            call.failure = failure
+        _answered.notify_all()
 
 
 class Backend(ABC):

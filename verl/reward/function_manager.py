@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Sequence
-from concurrent.futures import FIRST_EXCEPTION, wait
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +17,12 @@ from verl.reward.base import Backend, Call, RewardManager, RewardResult, RewardS
 from verl.reward.functions import FunctionSpec, ScorerFunction, Signature
 from verl.reward.scorers import check_data_sources, uses_sandbox
 from verl.reward.scoring import rows_text
+
+
+def wait(calls: Sequence[Call]) -> list[RewardResult]:
+    """The results of these calls. The last is waited for first: so the thread is woken about once, not by each."""
+    answered = [call.result() for call in reversed(calls)]
+    return [result for results in reversed(answered) for result in results]
 
 
 @dataclass
@@ -114,9 +119,7 @@ class FunctionRewardManager(RewardManager):
         for backend in self._backends:
             pairs = zip(self.terms, columns, strict=True)
             backend.run([call for term, calls in pairs if term.backend is backend for call in calls])
-        wait([call for calls in columns for call in calls], return_when=FIRST_EXCEPTION)
-        scores = [[result for call in calls for result in call.result()] for calls in columns]
-        results = [self._sum(row) for row in zip(*scores, strict=True)]
+        results = [self._sum(row) for row in zip(*map(wait, columns), strict=True)]
         if self._overlong is not None:
             results = self._penalized(self._overlong, samples, results)
         return {sample.index: result for sample, result in zip(samples, results, strict=True)}

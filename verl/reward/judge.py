@@ -23,7 +23,7 @@ import httpx
 from verl.config.sections.reward import JudgeConfig
 from verl.errors import ConfigError
 from verl.json_input import parse_json
-from verl.reward.base import Backend, Call, RewardResult, RewardSample, answer, new_call
+from verl.reward.base import Backend, Call, RewardResult, RewardSample, answer, fail, new_call
 from verl.reward.functions import Signature
 from verl.reward.http import UnusableAnswer, post
 from verl.reward.scoring import interpret
@@ -75,7 +75,7 @@ class JudgeBackend(Backend):
 
         def end(judging: Future[None]) -> None:
             if judging.cancelled():  # by `close`; somebody may wait for the call
-                call.set_exception(JudgeFailed("the run is ending"))
+                fail([call], JudgeFailed("the run is ending"))
 
         judging = self._threads.submit(lambda: answer(call, [self._judge(sample) for sample in samples]))
         judging.add_done_callback(end)

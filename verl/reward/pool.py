@@ -31,7 +31,7 @@ from verl.config.sections.reward import RewardConfig
 from verl.errors import RewardError
 from verl.memory import host_memory_limit
 from verl.reward import sandbox
-from verl.reward.base import Backend, Call, RewardResult, RewardSample, answer, new_call
+from verl.reward.base import Backend, Call, RewardResult, RewardSample, answer, fail, new_call
 from verl.reward.functions import FunctionSpec, Signature, load, load_function
 from verl.reward.scorers import register_scorer
 from verl.reward.scoring import FunctionExited, rows_text, score
@@ -252,8 +252,7 @@ class WorkerPool(Backend):
             self._failure = failure
             self._changed.notify_all()
             unanswered = [*self._queue, *(task for worker in self._workers for task in worker.tasks.values())]
-        for task in unanswered:
-            task.call.set_exception(failure)
+        fail([task.call for task in unanswered], failure)
 
     async def _serve(self) -> None:
         coroutines = [self._closing.wait(), self._enforce_limits()]

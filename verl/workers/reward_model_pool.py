@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl.config.parallelism import rollout_pool, world_size
 from verl.errors import TrainingHalted, VerlError
-from verl.reward.base import Backend, Call, RewardResult, RewardSample, answer, new_call
+from verl.reward.base import Backend, Call, RewardResult, RewardSample, answer, fail, new_call
 from verl.reward.functions import Signature
 from verl.reward.model import check_path, estimated_work, next_share
 from verl.workers.rank_process import remote_rank_process
@@ -205,8 +205,7 @@ class ModelPoolBackend(Backend):
                 if self._closing:
                     return
                 self._failure = error if isinstance(error, VerlError) else TrainingHalted(str(error))
-            for call in self._unanswered:
-                call.set_exception(self._failure)
+            fail(self._unanswered, self._failure)
 
     def _has_work(self, running: Mapping[Any, int]) -> bool:
         """Waits until there is some; False at the end."""
