@@ -157,12 +157,14 @@ def jsonable(value: Any) -> Any:
     return str(value)
 
 
+def encoded(plain: Any, separators: tuple[str, str] | None = None) -> bytes:
+    """JSON in UTF-8; half of a surrogate pair, which JSON text can hold and UTF-8 cannot, stays an escape."""
+    try:
+        return json.dumps(plain, ensure_ascii=False, allow_nan=False, separators=separators).encode()
+    except UnicodeEncodeError:
+        return json.dumps(plain, allow_nan=False, separators=separators).encode()
+
+
 def dumps(value: Any) -> str:
     """One line of JSON."""
-    plain = jsonable(value)
-    text = json.dumps(plain, ensure_ascii=False, allow_nan=False)
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:  # half of a surrogate pair, which JSON text can hold and UTF-8 cannot
-        return json.dumps(plain, allow_nan=False)
-    return text
+    return encoded(jsonable(value)).decode()

@@ -6,7 +6,6 @@ Everything comes from the files of run folders and is text or numbers, never HTM
 from __future__ import annotations
 
 import codecs
-import json
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from verl.errors import DataError
-from verl.observe.jsonl import jsonable, number_or_nan
+from verl.observe.jsonl import encoded, jsonable, number_or_nan
 from verl.observe.run_facts import (
     config_changes,
     curves,
@@ -223,11 +222,7 @@ class WebData:
 
 
 def dumps(value: Any) -> bytes:
-    """JSON in UTF-8; half of a surrogate pair, which UTF-8 does not have, stays an escape."""
-    try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
-    except UnicodeEncodeError:
-        return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
+    return encoded(value, (",", ":"))
 
 
 def _group(
