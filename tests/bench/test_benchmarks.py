@@ -136,7 +136,8 @@ def test_size_prints_each_package_beside_the_last_release(tmp_path, capsys):
     assert size.main(["--no-run", "--root", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert (
-        re.search(r"^observe +1 +1 +\d+ +2968$", out, re.M) and "largest file: observe/view.py 1 (before: " in out
+        re.search(r"^observe +1 +1 +\d+ +2968$", out, re.M)
+        and "largest file: observe/view.py 1 (before: " in out
     )
 
 
