@@ -126,6 +126,24 @@ def same_draws_in_any_order() -> None:
             getattr(sys.modules[module], seed)(0)
 
 
+@pytest.fixture(autouse=True)
+def forgotten_plugins() -> Iterator[None]:
+    """What the plug-ins of a test registered is unknown to the next one, and their modules are imported again."""
+    yield
+    if methods := sys.modules.get("verl.config.methods"):
+        for table in methods._tables.values():
+            for name in [name for name, method in table.items() if not method.builtin]:
+                del table[name]
+        for name in [
+            name for name, kind in methods._sections.items() if not kind.__module__.startswith("verl.")
+        ]:
+            del methods._sections[name]
+    if roles := sys.modules.get("verl.config.roles"):
+        for name in [name for name, role in roles._roles.items() if isinstance(role.worker, type)]:
+            del roles._roles[name]
+    sys.modules.pop("tests.plugin_roles", None)
+
+
 @pytest.fixture
 def heard_signals() -> Iterator[None]:
     """SIGINT and SIGHUP are heard here and in what is started, also where the tests run in the background or under

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from tests.plugin_roles import Judge, with_roles
 from tests.tiny_run import read_metrics, tiny_run, untimed
 from tests.trainer.test_distillation import make_teacher
 from verl.config.load import load_ppo_config
@@ -25,6 +24,8 @@ def judge(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.fixture
 def config(tiny_model_dir: Path, digits_data: Path, judge: Path, tmp_path: Path) -> Any:
+    from tests.plugin_roles import with_roles
+
     def make(*extra: str, folder: str = "run") -> Any:
         keys = ("trainer.plugins=[tests.plugin_roles]", "trainer.save_freq=1", *extra)
         lines = tiny_run(tiny_model_dir, digits_data, *keys, folder=tmp_path / folder)
@@ -75,6 +76,8 @@ def test_they_are_built_asked_trained_and_saved_like_ours(config, monkeypatch):
 
 
 def test_names_and_columns_are_provided_once():
+    from tests.plugin_roles import Judge
+
     class Other(RoleWorker):
         pass
 

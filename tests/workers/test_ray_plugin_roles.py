@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.plugin_roles import with_roles
 from verl.data.proto import DataProto
 from verl.observe.metrics import Timer
 
@@ -17,6 +16,7 @@ pytestmark = [pytest.mark.components, pytest.mark.timeout(900)]
 
 @pytest.fixture
 def groups(overrides, tiny_tokenizer, tiny_model_dir: Path, joined, tmp_path: Path):
+    from tests.plugin_roles import with_roles
     from verl.config.load import load_ppo_config
     from verl.workers.local import LocalGroup
     from verl.workers.ray_group import RayGroup

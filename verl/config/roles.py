@@ -237,7 +237,8 @@ def model_of(config: PPOConfig, role: Role) -> tuple[str, ModelConfig]:
     if hasattr(section, "model"):
         own = section.model if section.model.path else replace(section.model, path=policy.path)
         return f"{role.section}.model", own
-    own = replace(policy, path=section.path, tokenizer_path=None, lora_rank=0, override_config={})
+    path = section.path or policy.path
+    own = replace(policy, path=path, tokenizer_path=None, lora_rank=0, override_config={})
     return role.section, own
 
 
