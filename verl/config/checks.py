@@ -104,8 +104,9 @@ def _value_errors(config: AnyConfig) -> list[str]:
 
 def _replaced(config: AnyConfig, name: str) -> bool:
     """Required keys that another setting makes unnecessary."""
-    prompts = isinstance(config, PPOConfig) and name == "data.train_files"
-    return prompts and bool(config.data.mixture or config.trainer.val_only)
+    if not isinstance(config, PPOConfig) or name != "data.train_files":
+        return False
+    return bool(config.data.mixture or config.trainer.val_only)
 
 
 def _name_errors(key: Key, value: Any) -> list[str]:
