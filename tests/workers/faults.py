@@ -69,6 +69,7 @@ def _install(phase, method, rank, nth):
             if rank in (None, self.rank) and nth in (None, seen) and due():
                 {action}
         return original(self, *args, **kwargs)
+    planned.__name__ = original.__name__  # by which the driver calls it
     setattr(TrainRank, "do_" + method, planned)
 
 _install({phase!r}, {method!r}, {rank}, {nth})

@@ -180,14 +180,14 @@ from verl.workers.rollout_rank import RolloutRank
 from verl.workers.train_rank import TrainRank
 
 def note(kind):
-    link = kind.do_link
+    original = kind.do_link
 
-    def noted(self, size):
+    def link(self, size):
         with Path({note!r}).open("a") as file:
             file.write(f"{{kind.__name__}} {{os.getppid()}}\\n")
-        return link(self, size)
+        return original(self, size)
 
-    kind.do_link = noted
+    kind.do_link = link
 
 note(RolloutRank)
 note(TrainRank)

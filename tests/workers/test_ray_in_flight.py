@@ -58,7 +58,7 @@ def train(self):
 
 _sync = TrainRank.do_sync_weights
 
-def sync(self, version):
+def sync_weights(self, version):
     while (folder / "hang the trainer").exists():
         time.sleep(100_000)
     return _sync(self, version)
@@ -72,7 +72,7 @@ def link(self, size):
 def node(self):
     return os.getppid()
 
-RolloutRank.do_link, TrainRank.do_sync_weights = link, sync
+RolloutRank.do_link, TrainRank.do_sync_weights = link, sync_weights
 RolloutRank.do_node = TrainRank.do_node = node
 TrainRank.do_learn, TrainRank.do_train = learn, train
 """
