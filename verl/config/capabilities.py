@@ -20,6 +20,10 @@ class EngineSpec:
     the trainer's module."""
     tensor_parallel: bool = False
     """Several GPUs can share one copy (`rollout.tensor_model_parallel_size`)."""
+    fp8: bool = True
+    """It has eight-bit products (`rollout.dtype=fp8`)."""
+    adapters: bool = True
+    """It takes LoRA adapters beside the weights; otherwise they arrive merged into them."""
     server: bool = False
     """It can run as a server in processes of its own (`rollout.mode=server`)."""
     in_process: bool = True
@@ -69,7 +73,7 @@ class StrategySpec:
 
 _engines: dict[str, EngineSpec] = {
     "native": EngineSpec(),
-    "hf": EngineSpec(streams=False),
+    "hf": EngineSpec(streams=False, fp8=False),
     "vllm": EngineSpec(
         owns_weights=True,
         tensor_parallel=True,
@@ -81,6 +85,7 @@ _engines: dict[str, EngineSpec] = {
         owns_weights=True,
         tensor_parallel=True,
         server=True,
+        adapters=False,
         in_process=False,
         sleep_argument="enable_memory_saver",
         package="sglang",

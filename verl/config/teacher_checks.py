@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from verl.config.capabilities import strategy_spec
 from verl.config.methods import methods_of
 from verl.config.model_path import cached_config, text_config
 from verl.config.parallelism import TEACHER, needs_teacher
@@ -23,8 +24,10 @@ def teacher_errors(config: PPOConfig) -> list[str]:
     if not policy.teacher.path:
         lines.append(f"'{TEACHER}.path' is required with {setting}; give the teacher's folder")
     for name, role in (("actor_rollout_ref.actor", policy.actor), (TEACHER, policy.teacher)):
-        if role.strategy == "megatron":
-            lines.append(f"'{name}.strategy' is megatron, which {setting} does not have; set it to fsdp")
+        if not strategy_spec(role.strategy).full_shards:
+            lines.append(
+                f"'{name}.strategy' is {role.strategy}, which {setting} does not have; set it to fsdp"
+            )
         if role.ulysses_sequence_parallel_size > 1:
             lines.append(
                 f"'{name}.ulysses_sequence_parallel_size' is {role.ulysses_sequence_parallel_size}, but "

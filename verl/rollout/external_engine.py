@@ -387,7 +387,7 @@ class TPFollower(ExternalRollout):
         super().__init__(source, tokenizer, config, watchdog_s=0.0)
 
     def _launch(self) -> None:
-        self.separate_adapter = self.name == "vllm" and self.info.lora_rank > 0
+        self.separate_adapter = engine_spec(self.name).adapters and self.info.lora_rank > 0
 
     def submit(self, requests: Iterable[Request]) -> None:
         raise RolloutError(f"this rank follows the one that hosts {self.name}; requests go to that one")

@@ -157,7 +157,8 @@ class RankGroup(LocalGroup):
         """Whether such a process gets LoRA adapters as adapters. SGLang does not, and eight-bit products need
         plain layers: there they arrive merged into the weights."""
         arr = self.cfg.actor_rollout_ref
-        merged = arr.rollout.name == "sglang" or (arr.rollout.name == "native" and arr.rollout.dtype == "fp8")
+        spec = engine_spec(arr.rollout.name)
+        merged = not spec.adapters or (not spec.owns_weights and arr.rollout.dtype == "fp8")
         return arr.model.lora_rank > 0 and not merged
 
     def model_info(self) -> ModelInfo:

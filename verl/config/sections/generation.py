@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from verl.config.capabilities import engine_spec
 from verl.config.keys import key, section, shared
 from verl.config.sections.data import DataConfig, PromptsConfig, file_errors
 from verl.config.sections.model import ModelConfig
@@ -65,9 +66,9 @@ class GenerationRolloutConfig(EngineConfig):
             lines.append(
                 f"'{name}.ignore_eos' is True, but turns must end ({name}.multi_turn); set it to False"
             )
-        if self.name == "hf" and self.dtype == "fp8":
+        if self.dtype == "fp8" and not engine_spec(self.name).fp8:
             lines.append(
-                f"'{name}.dtype' is fp8, which {name}.name=hf does not support; use native, or another dtype"
+                f"'{name}.dtype' is fp8, which {name}.name={self.name} does not support; use native, or another dtype"
             )
         return lines
 
