@@ -195,6 +195,7 @@ GATED = GATED.replace("self.sum, self.turns = start, 0", "self.sum, self.turns, 
 GATES = ("data.shuffle=False", f"{KEY}.format=always", f"{KEY}.tool_timeout_s=280", STEADY)
 
 
+@pytest.mark.slow(seconds=2)
 def test_conversations_suspended_in_a_turn_and_in_a_call_go_on_with_the_next_weights(go, tmp_path):
     steps: dict[int, list[Any]] = {}
 
@@ -233,6 +234,7 @@ def test_conversations_suspended_in_a_turn_and_in_a_call_go_on_with_the_next_wei
     assert any({0, 1} in drawn_by(talk) for talk in by_uid["0-2"]), "the turn that was suspended"
 
 
+@pytest.mark.slow(seconds=2)
 def test_a_late_tool_holds_up_no_batch_and_weights_change_between_turns(go, tmp_path):
     """The tool of prompt 1 answers only when a step was trained without it."""
     steps: dict[int, list[Any]] = {}
@@ -265,6 +267,7 @@ FAILING = WORLD.replace("import random", "import pathlib").replace(
 )
 
 
+@pytest.mark.slow(seconds=3)
 @MODES
 def test_a_prompt_whose_environment_fails_is_drawn_again_once_and_then_masked(go, tmp_path, mode):
     """That of prompt 1 always fails, that of prompt 4 the first time."""

@@ -105,6 +105,7 @@ def test_turns_suspended_at_every_token_are_the_same_and_recorded_once(fresh: Ta
     assert any(request.partial for request in fresh.requests.values()) and len(fresh.interrupted) > 6
 
 
+@pytest.mark.slow(seconds=2)
 def test_tokens_of_a_turn_have_the_versions_of_the_weights_that_drew_them(fresh: Talk) -> None:
     talks = collected(fresh)
     talks.add(fresh.prompts(range(3)), SETTINGS)

@@ -45,6 +45,7 @@ def calls_of(value: st.SearchStrategy) -> st.SearchStrategy[list[ToolCall]]:
     return st.lists(call, min_size=1, max_size=3)
 
 
+@pytest.mark.slow(seconds=4)
 @pytest.mark.parametrize("name", ["hermes", "llama3_json"])
 @settings(max_examples=20)
 @given(calls=calls_of(values))

@@ -43,6 +43,7 @@ def world(files: dict[str, list[str]]) -> Iterator[Talk]:
         yield talk
 
 
+@pytest.mark.slow(seconds=3)
 def test_conversations_depend_on_seed_uid_sample_and_turn_only(world: Talk) -> None:
     whole = by_name(world.run(range(4), n=3))
     assert [name.split("#")[0] for name in whole] == [f"p{i}" for i in range(4) for _ in range(3)]
@@ -211,6 +212,7 @@ class World:
 """
 
 
+@pytest.mark.slow(seconds=2)
 @pytest.mark.parametrize("where", ["on_finish", "engine", "template"])
 def test_a_failure_leaves_the_engine_idle_and_no_process_behind(
     make: Callable[..., Talk], tmp_path: Path, gone: Callable[[int], bool], monkeypatch: Any, where: str

@@ -117,6 +117,7 @@ def test_what_is_no_small_arithmetic_is_refused(expression):
         assert set(expression) <= set("-()1") and result in ("1", "-1")
 
 
+@pytest.mark.slow(seconds=3)
 @given(st.text(max_size=60))
 def test_no_text_makes_the_calculator_crash(text):
     with contextlib.suppress(ToolFailed):
@@ -276,6 +277,7 @@ def test_tools_of_both_kinds_are_listed_with_their_schemas(server):
     assert ask(server, "GET", "/health") == (200, {"status": "ok"})
 
 
+@pytest.mark.slow(seconds=3)
 def test_calls_give_results(server):
     assert call(server, "calculator", {"expression": "6*7"}) == "42"
     assert call(server, "search", {"query": "fox"}) == "[1] fox.txt\nThe quick brown fox."
@@ -286,6 +288,7 @@ def test_calls_give_results(server):
     assert call(server, "count", {}) == '{"n": 1}'
 
 
+@pytest.mark.slow(seconds=3)
 @pytest.mark.parametrize(
     ("name", "arguments", "text", "kind"),
     [
@@ -402,6 +405,7 @@ def test_a_port_that_is_taken_is_an_error(server):
         run(options(port=server.server_port))
 
 
+@pytest.mark.slow(seconds=2)
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [

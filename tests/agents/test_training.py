@@ -50,6 +50,7 @@ def batch_text(talk: Any) -> str:
     return " ".join(m["content"] for turn in talk.model_turns for m in turn.messages)
 
 
+@pytest.mark.slow(seconds=2)
 def test_a_sample_without_its_environment_is_masked_and_its_group_whole(train) -> None:
     """`random` of an environment is seeded by its conversation, so the same ones fail in every run."""
     world = WORLD.replace(
@@ -81,6 +82,7 @@ def test_a_sample_without_its_environment_is_masked_and_its_group_whole(train) -
 # ---- templates that rewrite history
 
 
+@pytest.mark.slow(seconds=3)
 def test_split_rows_share_the_advantage_of_their_conversation(train, rewriting_model: Path) -> None:
     changed = f"actor_rollout_ref.model.path={rewriting_model}"
     with pytest.raises(ConfigError, match="rewrites.*history=split"):
@@ -177,6 +179,7 @@ def test_every_algorithm_and_engine_takes_conversations(train, more: list[str]) 
         assert all(row["training/num_gen_batches"] >= 1 for row in ran.rows)
 
 
+@pytest.mark.slow(seconds=2)
 def test_validation_and_the_run_folder_show_the_turns(train, tmp_path: Path) -> None:
     val = write_rows(tmp_path / "val.jsonl", letter_rows(5, start=3))
     ran = train(f"data.val_files={val}", "trainer.test_freq=1", "trainer.total_training_steps=1")

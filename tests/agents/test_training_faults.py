@@ -252,6 +252,7 @@ def test_generation_writes_the_turns_and_resumes(
 TWO = WORLD + WORLD.replace("class World", "class Other").replace('"now "', '"heard "')
 
 
+@pytest.mark.slow(seconds=2)
 def test_rows_name_their_environment(train, keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["World", "Other"]
     rows = letter_rows(12, start=1, environment=lambda number: names[number % 2])

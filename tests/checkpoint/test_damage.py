@@ -67,6 +67,7 @@ def assert_skipped(run: Path, file: Path, caplog: pytest.LogCaptureFixture) -> N
     assert len(told) == 1 and name in told[0], (name, told)
 
 
+@pytest.mark.slow(seconds=6)
 def test_a_flipped_bit_in_any_file_is_detected(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     files = every_file(run)
     assert len(files) > 15
@@ -105,6 +106,7 @@ class Bait:
         return (Path.touch, (self.trace,))
 
 
+@pytest.mark.slow(seconds=2)
 def test_a_checkpoint_from_a_stranger_cannot_run_code(run: Path, job: ModuleType, tmp_path: Path) -> None:
     """Every file in turn replaced by a pickle, with a manifest that vouches for it."""
     trace = tmp_path / "ran"

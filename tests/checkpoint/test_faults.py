@@ -41,6 +41,7 @@ def steps_in(folder: Path) -> list[int]:
     return [entry.step for entry in list_steps(folder)]
 
 
+@pytest.mark.slow(seconds=2)
 @pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
 def test_a_full_disk_costs_the_save_and_nothing_else(
     small_disk: Path, job: ModuleType, caplog: pytest.LogCaptureFixture, background: bool
@@ -107,6 +108,7 @@ def test_a_folder_that_vanished_is_made_again(tmp_path: Path, job: ModuleType) -
     assert manager.resume({"actor": engine}) == {"step": 2}
 
 
+@pytest.mark.slow(seconds=2)
 @pytest.mark.parametrize("ending", ["tmp", "old", "deleting"])
 @pytest.mark.parametrize("kind", ["file", "link"])
 def test_what_is_no_folder_in_the_place_of_a_working_folder_is_removed(

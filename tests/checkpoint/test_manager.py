@@ -31,6 +31,7 @@ def steps_in(folder: Path) -> list[int]:
     return [entry.step for entry in list_steps(folder)]
 
 
+@pytest.mark.slow(seconds=2)
 @pytest.mark.parametrize(
     "kind",
     [{}, {"dtype": "bfloat16"}, {"tied": True}, {"kind": "critic"}, {"lora_rank": 2}],

@@ -202,6 +202,7 @@ def merged(actor: Path, **options: Any) -> dict[str, torch.Tensor]:
     return AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).state_dict()  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow(seconds=5)
 @pytest.mark.parametrize("layers_apart", [False, True], ids=["stacked", "apart"])
 @pytest.mark.parametrize("name", MODELS)
 def test_every_weight_comes_back_bit_for_bit(tmp_path: Path, name: str, layers_apart: bool) -> None:

@@ -97,6 +97,7 @@ def logits(model: Any) -> torch.Tensor:
     return found
 
 
+@pytest.mark.slow(seconds=2)
 @swept("gpt2", "glm4_moe", "gemma2")
 def test_a_saved_resumed_or_synced_policy_is_the_trained_one(folder: Path, tmp_path: Path) -> None:
     engine = engine_of("actor", folder, "bfloat16")

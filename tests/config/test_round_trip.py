@@ -67,6 +67,7 @@ def some_keys(kind: type) -> st.SearchStrategy[dict[str, Any]]:
     )
 
 
+@pytest.mark.slow(seconds=2)
 @pytest.mark.parametrize("kind", [PPOConfig, SFTConfig])
 def test_yaml_round_trip(kind: Any) -> None:
     @settings(max_examples=20, deadline=None)
@@ -82,6 +83,7 @@ def test_yaml_round_trip(kind: Any) -> None:
     check()
 
 
+@pytest.mark.slow(seconds=2)
 @pytest.mark.parametrize("kind", [PPOConfig, SFTConfig])
 def test_what_was_given_is_what_is_there(kind: Any) -> None:
     from verl.config.build import DTYPE_NAMES

@@ -44,6 +44,7 @@ def finding(variables: dict[str, str]) -> Finding:
     return judge_hub(variables, hub_error)
 
 
+@pytest.mark.slow(seconds=3)
 @pytest.mark.parametrize("code", [200, 401, 404, 405])
 def test_a_hub_that_answers_is_in_order(code: int, server: tuple[type[Hub], str], tmp_path: Path) -> None:
     handler, address = server

@@ -60,6 +60,7 @@ def test_the_last_output_before_a_crash_is_shown() -> None:
     assert "last words" in answer.findings[0].seen
 
 
+@pytest.mark.slow(seconds=2)
 def test_a_hang_is_cut_off_and_the_next_probe_runs() -> None:
     answers = run([probe("hangs", limit_s=SHORT, fix="take it out"), probe("fine", "after")])
     assert (

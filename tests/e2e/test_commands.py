@@ -38,6 +38,7 @@ def test_help_answers_without_torch(module):
     assert "train_files" in out.stdout and "total_epochs" in out.stdout
 
 
+@pytest.mark.slow(seconds=14)
 def test_check_prints_the_plan_and_loads_no_weights(overrides, tiny_model_dir, tmp_path):
     out = run("-m", "verl.cli", "train", "--check", *overrides())
     assert out.returncode == 0, out.stderr

@@ -171,6 +171,7 @@ def test_dynamic_sampling_stops_with_the_share_of_constant_groups(train, digits_
         )
 
 
+@pytest.mark.slow(seconds=3)
 @pytest.mark.parametrize("metric", ["score", "seq_reward", "seq_final_reward"])
 def test_dynamic_sampling_by_every_metric(train, metric):
     row = train(

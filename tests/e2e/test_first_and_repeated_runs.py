@@ -32,6 +32,7 @@ def test_metrics_of_a_run_killed_before_its_first_checkpoint_are_moved_aside(tra
     assert len((folder / "metrics.previous.jsonl").read_text().splitlines()) == 3
 
 
+@pytest.mark.slow(seconds=2)
 def test_sampled_validation_after_resuming_equals_that_of_an_uninterrupted_run(
     train, digits_data: Path, tmp_path: Path
 ) -> None:

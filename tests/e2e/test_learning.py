@@ -41,6 +41,7 @@ def test_grpo_raises_the_reward(train, digits_data, tmp_path):
     assert (tmp_path / "run" / "validation" / "32.jsonl").exists()
 
 
+@pytest.mark.slow(seconds=8)
 def test_ppo_with_a_critic_raises_the_reward_and_the_critic_explains_it(train):
     rows = train(
         "data.train_batch_size=128",
@@ -63,6 +64,7 @@ def test_ppo_with_a_critic_raises_the_reward_and_the_critic_explains_it(train):
     )
 
 
+@pytest.mark.slow(seconds=2)
 @pytest.mark.parametrize("estimator", ["gae", "grpo"])
 def test_the_first_update_is_on_policy(train, estimator):
     """The log-probs before and in the update agree, whatever the micro-batches of each."""
@@ -86,6 +88,7 @@ def test_the_second_mini_batch_is_off_policy(train):
     assert abs(rows[-1]["actor/ppo_kl"]) > 1e-4
 
 
+@pytest.mark.slow(seconds=2)
 def test_the_same_config_and_seed_give_the_same_metrics(train):
     extra = (
         "trainer.total_training_steps=3",

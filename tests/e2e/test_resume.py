@@ -99,6 +99,7 @@ def test_the_saved_model_is_a_hugging_face_folder(train, tmp_path):
     assert torch.isfinite(model(**tokenizer(text, return_tensors="pt")).logits).all()
 
 
+@pytest.mark.slow(seconds=2)
 def test_resuming_restores_a_line_missing_in_the_metrics(train, tmp_path):
     """Killed after the checkpoint was committed and before its step was logged."""
     whole = train("trainer.total_training_steps=3", folder="whole")
@@ -135,6 +136,7 @@ def forge(folder: Path, name: str, change: Callable[[dict], object]) -> None:
     write_manifest(folder, replace(manifest, files=files), replace=True)
 
 
+@pytest.mark.slow(seconds=4)
 def test_an_unusable_newest_checkpoint_and_damaged_metrics_cost_one_step(train, tmp_path, caplog):
     """A forged state in the newest checkpoint; truncated and foreign lines in the metrics."""
     common = ("trainer.save_freq=1", "actor_rollout_ref.actor.ppo_mini_batch_size=8")

@@ -83,6 +83,7 @@ def test_loss_and_gradient_equal_the_models_own(tools, student, teacher, top_k):
     torch.testing.assert_close(found, torch.cat([each.flatten() for each in wanted]), rtol=1e-3, atol=2e-4)
 
 
+@pytest.mark.slow(seconds=2)
 @pytest.mark.parametrize("top_k", [None, 4])
 @pytest.mark.parametrize("reverse", [True, False])
 def test_micro_batches_order_and_padding_do_not_matter(tools, reverse, top_k):

@@ -114,6 +114,7 @@ def test_values_that_are_no_numbers_are_no_metrics_to_verl_view(
     assert "reward/mean" in capsys.readouterr().out
 
 
+@pytest.mark.slow(seconds=4)
 @pytest.mark.parametrize("kind", ["FIFO", "device", "folder"])
 def test_what_is_no_file_is_named_by_verl_view_and_put_aside_by_a_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, kind: str

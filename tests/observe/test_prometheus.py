@@ -91,6 +91,7 @@ def test_a_scrape_in_the_middle_of_a_step_sees_phases_and_counts_of_all_processe
     assert ended["verl_response_length_tokens_bucket le=32 process=controller"] == 1.0
 
 
+@pytest.mark.slow(seconds=3)
 def test_counters_continue_where_a_killed_run_left_them(tmp_path: Path) -> None:
     def run(tokens: int, path: Path) -> float:
         live.begin_run()

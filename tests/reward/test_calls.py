@@ -73,6 +73,7 @@ class Remembered(RewardManager):
         self.inner.close()
 
 
+@pytest.mark.slow(seconds=2)
 @pytest.mark.parametrize("manager", ["naive", "remembered"])
 def test_a_run_says_when_its_function_is_never_called(
     manager, tiny_model_dir: Path, digits_data: Path, tmp_path, caplog

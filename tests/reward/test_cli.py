@@ -64,6 +64,7 @@ def test_given_responses(tmp_path, data, capsys):
     assert "level" in capsys.readouterr().err
 
 
+@pytest.mark.slow(seconds=3)
 @pytest.mark.parametrize(
     ("text", "words"),
     [

@@ -175,6 +175,7 @@ def test_retry_after_is_honoured(server):
     assert Judge.seen[1][2] - Judge.seen[0][2] >= 0.09  # half of the 0.2 s asked for, at least
 
 
+@pytest.mark.slow(seconds=3)
 @pytest.mark.parametrize(
     ("faults", "response", "words", "requests"),
     [
@@ -194,6 +195,7 @@ def says(content: str) -> bytes:
     return json.dumps({"choices": [{"message": {"content": content}}]}).encode()
 
 
+@pytest.mark.slow(seconds=5)
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
@@ -240,6 +242,7 @@ def test_numbers_in_the_thinking_are_not_the_score(server):
     assert [result.score for result in results] == list(cases.values())
 
 
+@pytest.mark.slow(seconds=2)
 @pytest.mark.parametrize("fault", ["drip", "hang"])
 def test_a_request_has_a_deadline(server, fault):
     Judge.faults = [fault]

@@ -99,6 +99,7 @@ def run(manager) -> list[RewardResult]:
     return [results[0], results[1]]
 
 
+@pytest.mark.slow(seconds=4)
 @pytest.mark.parametrize(
     ("name", "scores"),
     [
@@ -243,6 +244,7 @@ def test_algebra_that_does_not_end_counts_as_wrong_not_as_failed(build):
     assert [results[index].score for index in (0, 1)] == [0.0, 1.0]
 
 
+@pytest.mark.slow(seconds=3)
 def test_a_helper_process_dies_with_the_worker_that_started_it(build, tmp_path, gone):
     path = tmp_path / "nested.py"
     path.write_text(

@@ -232,6 +232,7 @@ def test_memory_is_limited_by_the_key(faults, make_sample):
     assert "Memory" in (results[1].error or "") or "memory" in (results[1].error or "")
 
 
+@pytest.mark.slow(seconds=2)
 def test_memory_is_limited_without_the_key(faults, make_sample, monkeypatch):
     monkeypatch.setattr("verl.reward.pool.host_memory_limit", lambda: 600 << 20)
     results = run(faults(), make_sample, ["ok", "memory", "ok"])

@@ -90,6 +90,7 @@ def test_an_engine_that_dies_releases_whoever_waits(child: Child) -> None:
         watchdog.call("generate", threading.Event().wait)
 
 
+@pytest.mark.slow(seconds=3)
 def test_a_slow_engine_that_gives_signs_is_waited_for(child: Child) -> None:
     """Four times the limit, with a sign in every part of it and a look between them."""
     now = 0.0

@@ -100,6 +100,7 @@ def test_recomputed_samples_go_on_as_if_resumed_with_the_new_weights(
         assert response.log_probs[change:] == pytest.approx(resumed["a", sample].log_probs, abs=1e-4)
 
 
+@pytest.mark.slow(seconds=2)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_no_other_request_uses_what_the_old_weights_computed(
     build: Engine, models: tuple[Any, Any], recompute: bool

@@ -49,6 +49,7 @@ def require_equal(found: dict[Any, Response], wanted: dict[Any, Response]) -> No
         assert found[key].log_probs == pytest.approx(response.log_probs, abs=2e-5)
 
 
+@pytest.mark.slow(seconds=2)
 def test_a_request_gives_the_same_alone_together_and_late(build: Engine) -> None:
     """Later ones are longer, more, and sampled otherwise than those the engine was sized for."""
     requests = [

@@ -64,6 +64,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow(seconds=5)
 @pytest.mark.parametrize("name", CASES)
 def test_frequencies_match_the_filtered_softmax(name: str) -> None:
     params = CASES[name]

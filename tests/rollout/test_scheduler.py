@@ -66,6 +66,7 @@ def next_token(sequence: Sequence) -> int:
     return hash((sequence.key, len(sequence.tokens))) % 3
 
 
+@pytest.mark.slow(seconds=2)
 @settings(max_examples=250, deadline=None)
 @given(
     seed=st.integers(0, 10**6),

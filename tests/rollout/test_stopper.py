@@ -68,6 +68,7 @@ def end_token_by_token(ids: list[int], start: int, sampling: SamplingParams, pro
     return None
 
 
+@pytest.mark.slow(seconds=3)
 @settings(max_examples=400)
 @given(
     prompt=st.lists(st.integers(0, EOS), max_size=6),

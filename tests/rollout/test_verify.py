@@ -27,6 +27,7 @@ def smear(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
     return output + 0.3 * torch.cat([torch.zeros_like(output[:, :1]), output[:, :-1]], dim=1)
 
 
+@pytest.mark.slow(seconds=2)
 @PATHS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_state_beside_the_cache_is_noticed(

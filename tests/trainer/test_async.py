@@ -124,6 +124,7 @@ class OldWeights(SyncExperience):
         return {}
 
 
+@pytest.mark.slow(seconds=3)
 def test_one_step_off_trains_every_batch_with_the_weights_before(go, tmp_path):
     def reference(loop: Any) -> None:
         old = loop.experience

@@ -134,6 +134,7 @@ def test_the_first_step_is_that_of_plain_autograd(model, data, tmp_path, monkeyp
     assert row["train/grad_norm"] == pytest.approx(float(norm), rel=1e-4)
 
 
+@pytest.mark.slow(seconds=4)
 @pytest.mark.parametrize("loss", ["dpo", "kto"])
 def test_micro_batches_change_nothing(model, data, tmp_path, loss):
     runs = [
@@ -163,6 +164,7 @@ def test_adapters_off_are_the_cached_reference(model, data, tmp_path):
     assert cached[-1]["train/margin"] > 0.01
 
 
+@pytest.mark.slow(seconds=3)
 def test_an_interrupted_run_goes_on_as_if_never_interrupted(model, data, tmp_path, monkeypatch):
     whole = metrics(fit(model, data, tmp_path / "whole", "trainer.save_freq=1").folder)
     step = offline_loop.OfflineLoop.step

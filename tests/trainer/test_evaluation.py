@@ -103,6 +103,7 @@ def test_the_built_in_scorer_of_a_data_source(evaluate: Evaluate) -> None:
     assert found["responses"] == 3
 
 
+@pytest.mark.slow(seconds=2)
 @pytest.mark.parametrize(
     "function",
     [
@@ -172,6 +173,7 @@ def test_when_nothing_can_be_scored_the_file_says_so(evaluate: Evaluate, capfd) 
     assert "no response got a score" in capfd.readouterr().err
 
 
+@pytest.mark.slow(seconds=3)
 @pytest.mark.parametrize(
     ("truth", "more"),
     [

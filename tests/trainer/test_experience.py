@@ -52,6 +52,7 @@ def test_responses_whose_greedy_baseline_has_no_score_leave_the_loss():
     assert batch.batch["response_mask"].tolist() == [[1, 1], [1, 1], [0, 0], [0, 0]]
 
 
+@pytest.mark.slow(seconds=2)
 def test_each_step_draws_with_a_seed_of_its_own(watch):
     seen = watch("actor_rollout_ref.rollout.seed=7")
     assert [(g.settings.n, g.settings.seed) for g in seen.generated] == [(4, 8), (4, 9)]

@@ -56,6 +56,7 @@ def test_without_other_settings_a_fork_ends_as_its_parent_which_stays_as_it_is(p
     assert (lineage.parent, lineage.parent_name, lineage.step) == (str(parent), "verl/default", 2)
 
 
+@pytest.mark.slow(seconds=2)
 def test_a_fork_trains_under_other_settings_also_after_its_parent_is_gone(
     parent: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -132,6 +132,7 @@ def test_a_run_ends_only_when_its_last_checkpoint_is_on_the_disk(watch, monkeypa
         waited.set()
 
 
+@pytest.mark.slow(seconds=2)
 @pytest.mark.parametrize("engine", ["native", "hf"])
 def test_a_resumed_run_generates_as_the_version_it_has_reached(watch, engine):
     name = f"actor_rollout_ref.rollout.name={engine}"
@@ -143,6 +144,7 @@ def test_a_resumed_run_generates_as_the_version_it_has_reached(watch, engine):
     assert seen.loop.workers.policy_version == 3
 
 
+@pytest.mark.slow(seconds=2)
 def test_a_resumed_run_goes_on_with_the_next_prompts(watch):
     whole = watch("trainer.total_training_steps=4", folder="whole")
     watch("trainer.total_training_steps=2", folder="parts")

@@ -35,6 +35,7 @@ def plain(tiny_model_dir: Path, digits_data: Path, tmp_path_factory: pytest.Temp
     return train(tiny_model_dir, digits_data, tmp_path_factory.mktemp("plain"))
 
 
+@pytest.mark.slow(seconds=2)
 def test_only_the_chosen_steps_are_profiled_and_no_number_changes(
     plain: Path, tiny_model_dir: Path, digits_data: Path, tmp_path: Path
 ) -> None:

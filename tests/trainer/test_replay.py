@@ -79,6 +79,7 @@ def edit_row(file: Path, line: int, change: Callable[[dict[str, Any]], None]) ->
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+@pytest.mark.slow(seconds=2)
 def test_a_run_repeats_from_a_checkpoint_and_from_its_start_and_stays_as_it_is(
     recorded: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -185,6 +186,7 @@ def test_what_cannot_be_repeated_is_refused(
     assert "mode=fully_async: when weights arrive depends on time" in refused(other, "--step", "3")
 
 
+@pytest.mark.slow(seconds=3)
 def test_a_tool_that_answers_at_random_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -217,6 +219,7 @@ def test_a_tool_that_answers_at_random_is_found(tmp_path: Path, capsys: pytest.C
     assert "content of turn 2 (tool) in line" in shown and TOOL in shown
 
 
+@pytest.mark.slow(seconds=5)
 @pytest.mark.parametrize(
     ("command", "main"),
     [("sft", sft_trainer.main), ("dpo", dpo_trainer.main), ("reward", reward_trainer.main)],

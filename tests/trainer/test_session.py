@@ -64,6 +64,7 @@ EXACT = {"atol": 0.0, "rtol": 0.0}
 # -- against the loop ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(seconds=2)
 @pytest.mark.parametrize("loss", ["vanilla", "clip_cov"])
 def test_a_step_of_a_session_is_a_step_of_the_training_loop(
     loss: str,
@@ -297,6 +298,7 @@ def one_step(session: Session) -> DataProto:
     return batch
 
 
+@pytest.mark.slow(seconds=2)
 @pytest.mark.parametrize("rank", [0, 4])
 def test_a_loaded_session_continues_as_if_it_had_never_stopped(
     session: Open, tmp_path: Path, rank: int
