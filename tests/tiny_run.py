@@ -44,7 +44,7 @@ def own_methods(data: Path, folder: Path) -> list[str]:
     """Keys that train with the plug-in tests/own_methods.py, a file, on rows that have the column it needs."""
     plugin = shutil.copy(Path(__file__).with_name("own_methods.py"), folder / "mine.py")
     rows = [json.loads(line) for line in (data / "train.jsonl").read_text().splitlines()]
-    weighted = [json.dumps({**row, "weight": 1 + number % 2}) + "\n" for number, row in enumerate(rows)]
+    weighted = [json.dumps({**row, "weight": 1 + number % 7}) + "\n" for number, row in enumerate(rows)]
     (folder / "weighted.jsonl").write_text("".join(weighted))
     return [
         f"trainer.plugins=[{plugin}]",
@@ -52,4 +52,6 @@ def own_methods(data: Path, folder: Path) -> list[str]:
         "algorithm.adv_estimator=own_estimator",
         "actor_rollout_ref.actor.policy_loss.loss_mode=own_loss",
         "actor_rollout_ref.actor.ppo_epochs=2",
+        "actor_rollout_ref.actor.use_dynamic_bsz=False",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",  # less than the responses to a prompt
     ]

@@ -181,7 +181,8 @@ def register_policy_loss(
 
     - `needs`: columns of the batch, as of `register_adv_est`; default: none. With `teacher_log_probs` the run has a
       teacher, and the loss gets `kl` [B, T], the KL between policy and teacher.
-    - `whole_groups`: the responses to one prompt stay together in a mini-batch.
+    - `whole_groups`: the responses to one prompt stay together in a mini-batch, where `prepare` sees them; without
+      `prepare` the loss itself is called with whole groups, one after the other.
     - `compares_responses`: `rollout.n=1` is refused.
     - `reads_advantages`: False: the estimator does not matter.
     - `reads`: keys of `actor_rollout_ref.actor` that only some losses read; default: any.

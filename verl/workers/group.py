@@ -189,6 +189,8 @@ class WorkerGroup(ABC):
             prepared = None
             if prepare is not None:
                 prepared = self.prepared(mini, prepare, number, unchanged=not steps)
+            elif together > 1 and "session" not in mini.non_tensor_batch:  # the loss itself compares them
+                mini.meta_info["rows_together"] = together
             steps.append(self.train(role, mini, prepared))
         metrics = average_metrics(steps)
         if role == "actor":

@@ -125,13 +125,11 @@ class OfflineRole(ABC):
             return batch, list(range(len(batch)))
         together = batch.meta_info.get("rows_together", 1)
         padded = pad_rows(batch.batch, shards * together)
-        attended = padded["attention_mask"].unflatten(0, (-1, together)).sum(1)
-        units = shard_rows(attended, shards, balance=True, hidden_size=self.engine.info.hidden_size)
-        rows = [
-            unit * together + at
-            for unit in units[self._layout.data_rank(self.rank)]
-            for at in range(together)
-        ]
+        hidden = self.engine.info.hidden_size
+        shares = shard_rows(
+            padded["attention_mask"], shards, balance=True, hidden_size=hidden, together=together
+        )
+        rows = shares[self._layout.data_rank(self.rank)]
         counts = {**batch.meta_info, **batch_counts(batch.batch["response_mask"]), "dp_size": shards}
         tensors = {name: tensor[rows] for name, tensor in padded.items()}
         return DataProto.from_dict(tensors=tensors, meta_info=counts), rows

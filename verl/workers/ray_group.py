@@ -173,8 +173,9 @@ class RayGroup(WorkerGroup):
     ) -> dict[str, Metric]:
         """A training call with the shards of a mini-batch. `columns`: those it reads besides the role's."""
         layout = self._layout(role)
-        shards = self._shard(self._chosen(mini, (*self._trains_on(role), *columns)), layout.dp)
-        extra = pad_rows(prepared, layout.dp) if prepared else {}
+        together = int(mini.meta_info.get("rows_together", 1))
+        shards = self._shard(self._chosen(mini, (*self._trains_on(role), *columns)), layout.dp, together)
+        extra = pad_rows(prepared, layout.dp * together) if prepared else {}
         meta = {**mini.meta_info, "dp_size": layout.dp}
         shares = [
             (role, ref, to_arrays(extra, rows), meta, *args)
@@ -259,16 +260,18 @@ class RayGroup(WorkerGroup):
     def _chosen(batch: DataProto, more: Sequence[str]) -> dict[str, torch.Tensor]:
         return {name: batch.batch[name] for name in (*_INPUTS, *more) if name in batch.batch}
 
-    def _shard(self, tensors: Mapping[str, torch.Tensor], count: int) -> _Shards:
-        """`count` shards in Ray's store; those of the last batch are used again while it has not changed."""
+    def _shard(self, tensors: Mapping[str, torch.Tensor], count: int, together: int = 1) -> _Shards:
+        """`count` shards in Ray's store; those of the last batch are used again while it has not changed. So many
+        consecutive rows stay `together`."""
         key = [(name, tensor, tensor._version) for name, tensor in tensors.items()]
         if count not in self._shards or not self._shards[count].built_from(key):
-            padded = pad_rows(tensors, count)
+            padded = pad_rows(tensors, count * together)
             rows = shard_rows(
                 padded["attention_mask"],
                 count,
                 balance=self.cfg.trainer.balance_batch,
                 hidden_size=self._size.hidden,
+                together=together,
             )
             self._shards[count] = _Shards(key, rows, [ray.put(to_arrays(padded, share)) for share in rows])
         return self._shards[count]

@@ -43,17 +43,19 @@ def pad_rows(tensors: Mapping[str, torch.Tensor], divisor: int) -> dict[str, tor
 
 
 def shard_rows(
-    attention_mask: torch.Tensor, shards: int, *, balance: bool, hidden_size: int
+    attention_mask: torch.Tensor, shards: int, *, balance: bool, hidden_size: int, together: int = 1
 ) -> list[list[int]]:
-    """Row numbers of each shard: about the same work each (`balance`), or the same number of rows in order.
+    """Row numbers of each shard: about the same work each (`balance`), or the same number of rows in order. So many
+    consecutive rows stay `together`.
 
-    The number of rows must be divisible by `shards` (`pad_rows`)."""
+    The number of rows must be divisible by `shards * together` (`pad_rows`)."""
     rows = attention_mask.shape[0]
     if not balance or shards == 1:
         size = rows // shards
         return [list(range(shard * size, (shard + 1) * size)) for shard in range(shards)]
-    lengths = attention_mask.sum(dim=1, dtype=torch.long).tolist()
-    return karmarkar_karp(sequence_work(lengths, hidden_size), shards)
+    lengths = attention_mask.sum(dim=1, dtype=torch.long).view(-1, together).sum(1).tolist()
+    units = karmarkar_karp(sequence_work(lengths, hidden_size), shards)
+    return [[unit * together + at for unit in share for at in range(together)] for share in units]
 
 
 def for_ranks(layout: Layout, shares: Sequence[T]) -> list[T]:
