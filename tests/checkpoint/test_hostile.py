@@ -337,12 +337,13 @@ class OneRank:
     def __init__(self, folder: Path, engine: Any) -> None:
         self._manager, self._parts = CheckpointManager(folder, ONLY_STATE), {"actor": engine}
 
-    def all(self, call: str, *arguments: Any) -> list[Any]:
-        if call == "save":
+    def all(self, call: Callable[..., Any], *arguments: Any) -> list[Any]:
+        if call.__name__ == "do_save":
             step, state, metrics = arguments
             return [(self._manager.save(step, self._parts, state, metrics=metrics), self._manager.failure)]
-        if call == "find_checkpoint":
-            return [self._manager.find(self._parts, *arguments)]
+        if call.__name__ == "do_find_checkpoint":
+            found = self._manager.find(self._parts, *arguments)
+            return [(None if found is None else found[0], found)]
         return [self._manager.load_found(self._parts)]
 
 

@@ -169,8 +169,8 @@ class WorkerGroup(ABC):
     def update(
         self, role: str, batch: DataProto, *, sync: bool = True, keep_tokens: bool = False
     ) -> dict[str, float]:
-        """Train `role` on the batch; with `sync` the rollout engine then has the
-        actor's new weights. `keep_tokens`: `token_outputs` will be asked for."""
+        """Train `role` on the batch; with `sync` the rollout engine then has the actor's new weights. `keep_tokens`:
+        `token_outputs` will be asked for."""
         section = self.section(role)
         prepare, together = None, 1
         if role == "actor":
@@ -246,9 +246,9 @@ def mini_batches(
     """`epochs` passes over `batch` in mini-batches of `size` sequences, each with its own denominators.
 
     The first pass keeps the order (groups stay together); later ones are shuffled, with `together` the sequences of a
-    prompt stay neighbours. Rows that are turns of one
-    conversation are one sequence: they stay together and count once, and `sequence_num_tokens` [B] has the policy
-    tokens of all of them. `numbered`: those of the first pass have `TOKEN_ROW`."""
+    prompt stay neighbours. Rows that are turns of one conversation are one sequence: they stay together and count once,
+    and `sequence_num_tokens` [B] has the policy tokens of all of them. `numbered`: those of the first pass have
+    `TOKEN_ROW`."""
     generator = torch.Generator().manual_seed(seed)
     rows = sessions_of(batch).rows()
     for epoch in range(epochs):
