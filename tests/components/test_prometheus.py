@@ -87,9 +87,12 @@ class Watched:
 
     def ask_after_the_run(self, expression: str) -> list[Any]:
         try:
-            answer = self._client.get("/api/v1/query", params={"query": expression}).json()
+            response = self._client.get("/api/v1/query", params={"query": expression})
         except httpx.TransportError:  # it is starting
             return []
+        if response.status_code == httpx.codes.SERVICE_UNAVAILABLE:  # it is still starting
+            return []
+        answer = response.json()
         assert answer["status"] == "success", answer
         return list(answer["data"]["result"])
 

@@ -64,7 +64,7 @@ def test_a_rank_that_dies_while_the_controller_works_is_named(
         faults.before_phase(monkeypatch, phase, lambda: os.kill(int(note.read_text()), signal.SIGKILL)),
         pytest.raises(WorkersLost) as caught,
     ):
-        train(*PPO, *SMALL, *faulty("model_size", "note", note=note))
+        train(*PPO, *SMALL, *faulty("rehearse_save", "note", note=note))
     message = str(caught.value)
     next_call = {"reward": "log_probs", "adv": "train_critic"}[phase]
     assert message.startswith("rank 1 on ") and f"died in {next_call}" in message, message

@@ -17,16 +17,15 @@ class Rank:
     broken, peers = False, ()
 
     def __init__(self) -> None:
-        self.actors, self.control = {0: self}, self
         self.received: list[list[Request]] = []
         self.streams: dict[str, list[list[Response]]] = {}
         self.answered = 0
 
-    def remote(self, call: str, requests: list[Request]) -> None:
-        assert call == "submit"
+    def control(self, rank: int, call: Any, requests: list[Request]) -> None:
+        assert call.__name__ == "control_submit"
         self.received.append(requests)
 
-    def open_stream(self, rank: int, call: str, submissions: int) -> str:
+    def open_stream(self, rank: int, call: Any, submissions: int) -> str:
         name = f"stream {submissions}"
         requests = [r for submission in self.received[self.answered : submissions] for r in submission]
         self.answered = submissions
@@ -36,7 +35,7 @@ class Rank:
     def ready(self, call: str, pending: dict[Any, int], timeout_s: float, since: float) -> list[Any]:
         return list(pending)[:1]
 
-    def read_stream(self, call: str, stream: str, pending: dict[Any, int]) -> list[list[Response]]:
+    def read_stream(self, call: Any, stream: str, pending: dict[Any, int]) -> list[list[Response]]:
         if self.streams[stream]:
             return [self.streams[stream].pop()]
         del pending[stream]
