@@ -6,6 +6,7 @@ import threading
 import time
 from dataclasses import replace
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -141,3 +142,14 @@ def test_a_status_shows_where_a_call_hangs():
 def test_the_interface_of_an_address():
     assert interface_of("127.0.0.1") == "lo"
     assert interface_of("203.0.113.9") is None
+
+
+@pytest.mark.parametrize("balance", [True, False])
+def test_rows_that_belong_together_are_in_one_shard_one_after_the_other(balance):
+    lengths = torch.randint(1, 9, (24, 1), generator=torch.Generator().manual_seed(0))
+    mask = (torch.arange(8) < lengths).long()
+    shares = shard_rows(mask, 2, balance=balance, hidden_size=8, together=4)
+    assert sorted(row for share in shares for row in share) == list(range(24))
+    for share in shares:
+        units = torch.tensor(share).view(-1, 4)
+        assert torch.equal(units, units[:, :1] + torch.arange(4)) and bool((units[:, 0] % 4 == 0).all())
