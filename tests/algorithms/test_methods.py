@@ -202,7 +202,6 @@ PACKAGE = Path(algorithms.__file__).parents[1]
 # Where a name is not that of a method: the reward manager prime; and verl's own list of estimators.
 ELSEWHERE = {
     "config/known.py": {"prime"},  # a reward manager
-    "reward/managers.py": {"prime"},
     "trainer/ppo/core_algos.py": {*builtin_names(ADV_ESTIMATOR)},
 }
 

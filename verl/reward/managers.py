@@ -7,7 +7,6 @@ the trainer's GPUs. The log says which functions and why.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 from collections.abc import Callable, Collection, Sequence
@@ -139,35 +138,45 @@ def build_reward_manager(
     return factory(reward_cfg, **arguments)
 
 
-def naive(reward_cfg: RewardConfig, *, manager: str = "naive", **arguments: Any) -> FunctionRewardManager:
-    """The manager behind four names. naive and batch have one worker process; prime and dapo `reward.num_workers` of
-    them, by default one per CPU core, at most 8. batch calls the function once for all responses."""
-    workers = 1
-    if manager in ("prime", "dapo"):
-        workers = reward_cfg.num_workers or min(usable_cores(), 8)
-    elif manager == "naive" and (reward_cfg.num_workers or 1) > 1:
+@register_reward_manager("naive")
+def naive(reward_cfg: RewardConfig, **arguments: Any) -> FunctionRewardManager:
+    """One worker process, one sample after the other."""
+    if (reward_cfg.num_workers or 1) > 1:
         _log.warning(
             "reward.num_workers=%d has no effect with reward.reward_manager.name=naive; prime scores in parallel",
             reward_cfg.num_workers,
         )
-    if manager == "dapo" and not reward_cfg.overlong_buffer.enable:
+    return _build(reward_cfg, workers=1, **arguments)
+
+
+@register_reward_manager("prime")
+def prime(reward_cfg: RewardConfig, **arguments: Any) -> FunctionRewardManager:
+    """`reward.num_workers` processes; by default one per CPU core, at most 8."""
+    return _build(reward_cfg, workers=reward_cfg.num_workers or min(usable_cores(), 8), **arguments)
+
+
+@register_reward_manager("dapo")
+def dapo(reward_cfg: RewardConfig, **arguments: Any) -> RewardManager:
+    """As prime, with the overlong penalty."""
+    if not reward_cfg.overlong_buffer.enable:
         _log.warning(
             "reward.reward_manager.name=dapo without reward.overlong_buffer.enable=True: no length penalty is applied"
         )
-    built = _build(reward_cfg, workers=workers, **arguments)
-    single = [signature for signature in built.signatures if not signature.is_batch]
-    if manager == "batch" and single:
-        built.close()
+    return prime(reward_cfg, **arguments)
+
+
+@register_reward_manager("batch")
+def batch(reward_cfg: RewardConfig, **arguments: Any) -> FunctionRewardManager:
+    """The function gets the whole batch in one call."""
+    manager = _build(reward_cfg, workers=1, **arguments)
+    single = [signature for signature in manager.signatures if not signature.is_batch]
+    if single:
+        manager.close()
         raise RewardError(
             f"reward.reward_manager.name=batch calls the function once for all responses, but {single[0].name} "
             f"takes one sample. Give it a parameter 'completions' and return a list, or use naive or prime."
         )
-    return built
-
-
-FACTORIES.update(
-    {name: functools.partial(naive, manager=name) for name in ("naive", "prime", "dapo", "batch")}
-)
+    return manager
 
 
 @register_reward_manager("none")
