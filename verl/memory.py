@@ -59,3 +59,11 @@ def free_device_bytes(device: torch.device | str | int | None = None) -> int:
     import torch
 
     return int(torch.cuda.mem_get_info(device)[0])
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Device or host: torch has its own class on devices and a plain RuntimeError on the CPU."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and ("out of memory" in text or "can't allocate memory" in text)

@@ -12,7 +12,7 @@ import torch
 from verl.config.load import from_dict
 from verl.config.schema import DPOConfig, PPOConfig, RewardTrainingConfig, SFTConfig
 from verl.data.proto import DataProto
-from verl.observe.findings import Finding
+from verl.observe.diagnoses import Finding
 from verl.observe.health import HealthMonitor
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"

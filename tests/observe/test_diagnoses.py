@@ -5,13 +5,15 @@ from __future__ import annotations
 import pytest
 
 from tests.observe.histories import RIGHT, SICK
-from verl.observe.diagnoses import DIAGNOSES, START_RULES, STEP_RULES
+from verl.observe.diagnoses.crashes import CRASHES
+from verl.observe.diagnoses.steps import START_RULES, STEP_RULES
 
 JUDGED = [rule.name for rule in (*START_RULES, *STEP_RULES)]
 
 
 def test_names_differ_and_every_case_is_of_a_rule() -> None:
-    assert len({each.name for each in DIAGNOSES}) == len(DIAGNOSES)
+    names = [*JUDGED, *(rule.name for rule in CRASHES)]
+    assert len(set(names)) == len(names)
     assert set(SICK) == set(RIGHT) == set(JUDGED)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.report_data import report_data
-from verl.observe.findings import Finding
+from verl.observe.diagnoses import Finding
 from verl.observe.report import write_report
 from verl.observe.run_folder import RunFolder
 

@@ -16,7 +16,7 @@ import torch
 import yaml
 
 from verl.errors import ConfigError, VerlError
-from verl.observe.findings import Finding
+from verl.observe.diagnoses import Finding
 from verl.observe.jsonl import read_jsonl
 from verl.observe.run_folder import RunFolder, default_run_path, write_atomically
 

@@ -20,7 +20,7 @@ from tests.tiny_run import read_metrics, tiny_run
 from verl.config.load import load_config, load_ppo_config, load_sft_config
 from verl.config.schema import DPOConfig
 from verl.data.loader import Loader
-from verl.observe.diagnoses import START_RULES, STEP_RULES
+from verl.observe.diagnoses.steps import START_RULES, STEP_RULES
 from verl.observe.metrics import Timer
 from verl.reward import RewardResult, RewardSample
 from verl.reward.base import RewardManager

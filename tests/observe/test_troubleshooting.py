@@ -15,10 +15,11 @@ from verl.config.aliases import our_name
 from verl.config.keys import schema_keys
 from verl.config.recipes import recipe_names
 from verl.config.schema import DPOConfig, PPOConfig, RewardTrainingConfig, SFTConfig
-from verl.observe.diagnoses import DIAGNOSES
-from verl.observe.diagnoses.crashes import judge_crash
+from verl.observe.diagnoses.crashes import CRASHES, judge_crash
+from verl.observe.diagnoses.steps import RULES
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "troubleshooting.md"
+DIAGNOSES = (*RULES, *CRASHES)
 KINDS = (PPOConfig, SFTConfig, DPOConfig, RewardTrainingConfig)
 KEYS = {key for kind in KINDS for key in schema_keys(kind)}
 ROOTS = {key.partition(".")[0] for key in KEYS}

@@ -18,7 +18,7 @@ from tests.report_data import report_data
 from tests.tiny_run import read_metrics, tiny_run
 from verl import cli
 from verl.errors import VerlError
-from verl.observe.findings import Finding
+from verl.observe.diagnoses import Finding
 from verl.observe.run_folder import RunFolder
 from verl.observe.run_reader import lock_owner, notices, open_run, state_of
 from verl.observe.terminal import while_read

@@ -22,7 +22,7 @@ from verl.checkpoint.weights import HF_FOLDER
 from verl.distributed import Ranks
 from verl.engines.base import TrainEngine
 from verl.errors import CheckpointError, VerlError
-from verl.observe.diagnoses.crashes import is_out_of_memory
+from verl.memory import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from rich.live import Live
 from rich.segment import Segment
 from rich.text import Text
 
-from verl.observe.diagnoses.base import validation_summary
+from verl.observe.diagnoses import validation_summary
 from verl.observe.live import Snapshot, live
 from verl.observe.terminal import SafeStream, escape_control, protect_terminal, raw
 

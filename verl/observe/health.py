@@ -9,10 +9,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from verl.errors import CheckpointError
-from verl.observe.diagnoses import START_RULES, STEP_RULES, Diagnosis
-from verl.observe.diagnoses.base import History
-from verl.observe.diagnoses.policy import NEVER_INFINITE, SKIPPED
-from verl.observe.findings import Finding
+from verl.observe.diagnoses import Diagnosis, Finding, History
+from verl.observe.diagnoses.steps import NEVER_INFINITE, SKIPPED, START_RULES, STEP_RULES
 
 if TYPE_CHECKING:
     from verl.data.proto import DataProto

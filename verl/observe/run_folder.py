@@ -37,7 +37,7 @@ from verl.atomic_file import replacing
 from verl.config.masking import mask_text
 from verl.errors import ConfigError, VerlError
 from verl.json_input import parse_json, read_json
-from verl.observe.findings import Finding
+from verl.observe.diagnoses import Finding
 from verl.observe.jsonl import append_line, dumps, jsonable, kept_lines, read_metrics
 
 logger = logging.getLogger(__name__)

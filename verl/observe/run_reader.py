@@ -20,7 +20,7 @@ from typing import Any
 
 from verl.errors import ConfigError, DataError
 from verl.json_input import open_regular
-from verl.observe.findings import Finding, read_findings
+from verl.observe.diagnoses import Finding, read_findings
 from verl.observe.jsonl import LINE_BYTES, complete_lines, parse_metrics, parse_row
 from verl.observe.run_folder import LINEAGE, expanded, locked_by_this_process
 

@@ -19,7 +19,7 @@ from verl.observe.tracker_services import open_service, plain
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from verl.observe.findings import Finding
+    from verl.observe.diagnoses import Finding
     from verl.observe.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,6 @@ from verl.data.files import Rows
 from verl.data.proto import DataProto
 from verl.data.rl_dataset import training_loader, validation_loader
 from verl.data.tokenizer import load_tokenizer, warn_of_vocabulary
-from verl.observe.diagnoses.crashes import likely_fix
 from verl.observe.live import live as live_table
 from verl.observe.run_folder import RunFolder
 from verl.reward import RewardManager, RewardSample, build_reward_manager
@@ -125,6 +124,8 @@ def open_run(
                 with exits_as_errors():
                     yield RunParts(tokenizer, train_loader, val_loader, rewards, folder, total, agents)
             except Exception as error:
+                from verl.observe.diagnoses.crashes import likely_fix
+
                 folder.write_crash(error, likely_fix(error, cfg))
                 raise
             finally:

@@ -20,7 +20,7 @@ from verl.data.assemble import add_answers, sampled_rows, split_turns
 from verl.data.proto import DataProto
 from verl.errors import CheckpointError
 from verl.observe.batch_metrics import ModelSize, age_metrics, batch_metrics, step_metrics
-from verl.observe.findings import Finding, read_findings
+from verl.observe.diagnoses import Finding, read_findings
 from verl.observe.health import HealthMonitor
 from verl.observe.live import live
 from verl.observe.metrics import Timer

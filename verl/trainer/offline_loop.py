@@ -19,7 +19,7 @@ from verl.data.preference_dataset import preference_loader, use_of
 from verl.data.sft_dataset import sft_loader
 from verl.data.tokenizer import load_tokenizer, warn_of_vocabulary
 from verl.errors import CheckpointError
-from verl.observe.findings import Finding, read_findings
+from verl.observe.diagnoses import Finding, read_findings
 from verl.observe.health import HealthMonitor
 from verl.observe.live import live
 from verl.observe.metrics import Timer

@@ -9,18 +9,10 @@ from typing import Any
 
 from verl.config.parallelism import offload_section
 from verl.errors import RESUME, CheckpointError, EngineLost, VerlError, WorkersLost
-from verl.observe.diagnoses.base import Diagnosis, Seen, diagnosis
-from verl.observe.findings import Finding
+from verl.memory import is_out_of_memory
+from verl.observe.diagnoses import Diagnosis, Finding, Seen, diagnosis
 
 KEY = "actor_rollout_ref"
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Device or host: torch has its own class on devices and a plain RuntimeError on the CPU."""
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return True
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and ("out of memory" in text or "can't allocate memory" in text)
 
 
 def chain(error: BaseException) -> list[BaseException]:
