@@ -242,12 +242,13 @@ def run_command(body: Callable[[], int | None], *, trains: bool = False) -> int:
     0: done; 2: something the user can correct (the message says how); 3: training stopped itself; 75: a signal ended
     the run after a checkpoint, the same command resumes; 129, 130, 143: SIGHUP, Ctrl-C or SIGTERM ended it at once;
     141: the reader of the output left. Anything else is a defect of ours and keeps its traceback."""
-    from verl.observe.background import leave_given_up
     from verl.observe.terminal import protect_terminal, while_read
 
     protect_terminal()
     code = while_read(lambda: _exit_code(body, trains))
-    leave_given_up(code)
+    services = sys.modules.get("verl.observe.tracker_services")  # there where a run uses one
+    if services is not None:
+        services.leave_given_up(code)
     return code
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from verl.observe import background
-from verl.observe.background import Background
+from verl.observe import tracker_services
 from verl.observe.run_folder import RunFolder
+from verl.observe.tracker_services import Background
 from verl.observe.trackers import FanOut, FileTracker
 
 
@@ -45,7 +45,7 @@ class Keeps:
 
 @pytest.fixture(autouse=True)
 def nothing_given_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(background, "_given_up", set())
+    monkeypatch.setattr(tracker_services, "_given_up", set())
     yield
 
 
@@ -63,7 +63,7 @@ def test_calls_arrive_in_order_and_numbers_only() -> None:
         ("log", 2, {"a": 2.5}),
         ("close", False),
     ]
-    assert background._given_up == set()
+    assert tracker_services._given_up == set()
 
 
 def test_a_service_is_told_that_the_run_failed() -> None:
@@ -94,15 +94,15 @@ def test_a_service_that_raises_is_switched_off_with_one_warning(
     assert len(other.calls) == 7
     (warning,) = [record.getMessage() for record in caplog.records if "'bad'" in record.getMessage()]
     assert str(error) in warning and "off for the rest of this run" in warning
-    assert background._given_up == {"bad"}
+    assert tracker_services._given_up == {"bad"}
 
 
 @pytest.mark.parametrize("hangs", ["log", "log_samples", "close"])
 def test_a_service_that_never_returns_holds_nothing_up(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, hangs: str
 ) -> None:
-    monkeypatch.setattr(background, "CLOSE_S", 0.2)
-    monkeypatch.setattr(background, "MAX_WAITING", 8)
+    monkeypatch.setattr(tracker_services, "CLOSE_S", 0.2)
+    monkeypatch.setattr(tracker_services, "MAX_WAITING", 8)
     service = Keeps(hangs=hangs)
     fan = FanOut({"bad": Background("bad", service)})
     fan.log_samples(1, [{"a": 1}])
@@ -113,13 +113,13 @@ def test_a_service_that_never_returns_holds_nothing_up(
     for step in range(20):
         late.log(step, {})
     assert "'late' failed (TimeoutError: it is 8 calls behind)" in caplog.text
-    assert background._given_up == {"bad", "late"}
+    assert tracker_services._given_up == {"bad", "late"}
     service.released.set()
 
 
 PROGRAM = """
 import atexit, sys, threading, time
-from verl.observe import background
+from verl.observe import tracker_services as background
 from verl.runtime import run_command
 
 class Stuck:

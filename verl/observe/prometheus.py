@@ -29,8 +29,8 @@ from prometheus_client.registry import Collector
 from verl import __version__, http_server
 from verl.errors import ConfigError
 from verl.json_input import read_json
-from verl.observe.background import Tracker, numbers
 from verl.observe.live import METRICS, Snapshot, live
+from verl.observe.trackers import Tracker, numbers
 
 _FAMILIES: dict[str, type[Metric]] = {
     "gauge": GaugeMetricFamily,

@@ -7,22 +7,34 @@ run folder is never switched off: each failure to write to it is reported.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Protocol
 
 from verl.config.known import LOGGERS
 from verl.errors import ConfigError
-from verl.observe.background import Background, Tracker
 from verl.observe.console import StepConsole
-from verl.observe.tracker_services import open_service, plain
+from verl.observe.jsonl import jsonable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from verl.observe.diagnoses import Finding
     from verl.observe.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
+
+
+class Tracker(Protocol):
+    """Takes the metrics of a step and, where it can show them, samples of validation. A subclass inherits that nothing
+    is done with samples and at the end."""
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None: ...
+
+    def log_samples(self, step: int, rows: list[Any]) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
+
 
 TrackerFactory = Callable[[str, str, Mapping[str, Any], "RunFolder"], "Tracker"]
 _registered: dict[str, TrackerFactory] = {}
@@ -76,6 +88,8 @@ def build_trackers(
         elif name == "console":
             built[name] = ConsoleTracker(StepConsole(total_steps, live=live, title=f"{project}/{experiment}"))
         elif name != "file":
+            from verl.observe.tracker_services import Background, open_service
+
             service = open_service(name, project, experiment, config, run_folder, wandb_proxy)
             built[name] = Background(name, service)
     if prometheus is not None:
@@ -166,3 +180,19 @@ class ConsoleTracker(Tracker):
 def _shorten(value: Any, limit: int = 160) -> str:
     text = repr(plain(value))
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def plain(value: Any) -> Any:
+    """What a cell of a table can hold: a number or a text."""
+    value = jsonable(value)
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+
+
+def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Those of the metrics that a float can hold."""
+    found = {}
+    for name, value in metrics.items():
+        with suppress(OverflowError):  # an integer above what a float can hold
+            if isinstance(value, (int, float)):
+                found[name] = float(value)
+    return found

@@ -25,10 +25,10 @@ from verl.config.parallelism import world_size
 from verl.config.schema import OfflineConfig, PPOConfig
 from verl.config.sources import set_path
 from verl.errors import CheckpointError, ConfigError, DataError, VerlError
-from verl.observe.background import Tracker
 from verl.observe.jsonl import dumps
 from verl.observe.run_folder import expanded
 from verl.observe.run_reader import Run
+from verl.observe.trackers import Tracker
 from verl.runtime import exits_as_errors
 from verl.trainer.compare import ENGINE_LOG_PROBS, NUMERICS, Comparison, Files, compare, metrics_differ
 from verl.trainer.recorded import Recorded, open_recorded

@@ -408,6 +408,7 @@ def tools_failing(h: History) -> Seen | None:
         f"(now {timeout:g})",
     )
 
+
 RULES = tuple(rule for rule in list(globals().values()) if isinstance(rule, Diagnosis))
 START_RULES = tuple(rule for rule in RULES if rule.when == "start")
 STEP_RULES = tuple(rule for rule in RULES if rule.when == "step")
