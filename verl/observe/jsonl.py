@@ -45,7 +45,9 @@ def append_line(path: Path, text: str) -> None:
 def parse_row(line: bytes) -> Row | None:
     """The object on a line; None where there is none. An integer no float can hold is infinite, as 1e400 is."""
     try:
-        row = parse_json(line.decode("utf-8"), parse_int=_integer)
+        row = parse_json(
+            line.decode("utf-8"), parse_int=lambda digits: int(digits) if len(digits) < 300 else float(digits)
+        )
     except ValueError:  # also bytes that are no text
         return None
     return row if isinstance(row, dict) else None
@@ -60,14 +62,26 @@ def parse_metrics(line: bytes) -> Row | None:
 
 def read_jsonl(path: Path, parse: Callable[[bytes], Row | None] = parse_row) -> Iterator[Row]:
     """The rows of a file. Lines that are not rows are left out; one warning says how many."""
+    return (row for _, row in parsed_lines(path, parse))
+
+
+def parsed_lines(path: Path, parse: Callable[[bytes], Row | None]) -> Iterator[tuple[bytes, Row]]:
+    """The lines of a file that are rows, and the rows; one warning says how many are not."""
+    try:
+        file = open_regular(path)
+    except ValueError as error:
+        raise OSError(f"{path} cannot be read: {error}") from None
     damaged = 0
-    for _, row in _parsed_lines(path, parse):
-        if row is None:
-            damaged += 1
-        else:
-            yield row
+    with file:
+        for line in filter(bytes.strip, file):
+            row = parse(line)
+            damaged += row is None
+            if row is not None:
+                yield line, row
     if damaged:
-        logger.warning("%s: %s", path, _left_out(damaged))
+        lines = "1 line is" if damaged == 1 else f"{damaged} lines are"
+        why = "cut short by a full disk or a kill, or written by another program"
+        logger.warning("%s: %s left out: %s", path, lines, why)
 
 
 def read_metrics(path: Path) -> list[Row]:
@@ -76,22 +90,6 @@ def read_metrics(path: Path) -> list[Row]:
         return list(read_jsonl(path, parse_metrics))
     except FileNotFoundError:
         return []
-
-
-def kept_lines(path: Path, keep: Callable[[Row], bool]) -> tuple[str, bool]:
-    """The text of the rows of a `metrics.jsonl` for which `keep` is true, and whether that is less than the file has.
-    Damaged lines are not kept, with one warning."""
-    kept: list[bytes] = []
-    dropped = damaged = 0
-    for line, row in _parsed_lines(path, parse_metrics):
-        if row is not None and keep(row):
-            kept.append(line.rstrip(b"\r\n") + b"\n")
-        else:
-            dropped += 1
-            damaged += row is None
-    if damaged:
-        logger.warning("%s: %s", path, _left_out(damaged))
-    return b"".join(kept).decode("utf-8"), dropped > 0
 
 
 def complete_lines(file: Any, limit: int = LINE_BYTES) -> Iterator[bytes]:
@@ -108,26 +106,6 @@ def complete_lines(file: Any, limit: int = LINE_BYTES) -> Iterator[bytes]:
             if not chunk:
                 return
             yield b""
-
-
-def _parsed_lines(path: Path, parse: Callable[[bytes], Row | None]) -> Iterator[tuple[bytes, Row | None]]:
-    try:
-        file = open_regular(path)
-    except ValueError as error:
-        raise OSError(f"{path} cannot be read: {error}") from None
-    with file:
-        for line in file:
-            if line.strip():
-                yield line, parse(line)
-
-
-def _left_out(count: int) -> str:
-    lines = "1 line is" if count == 1 else f"{count} lines are"
-    return f"{lines} left out: cut short by a full disk or a kill, or written by another program"
-
-
-def _integer(text: str) -> int | float:
-    return int(text) if len(text) < 300 else float(text)
 
 
 def number_or_nan(value: Any) -> float:

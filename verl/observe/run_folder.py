@@ -38,7 +38,7 @@ from verl.config.masking import mask_text
 from verl.errors import ConfigError, VerlError
 from verl.json_input import parse_json, read_json
 from verl.observe.diagnoses import Finding
-from verl.observe.jsonl import append_line, dumps, jsonable, kept_lines, read_metrics
+from verl.observe.jsonl import append_line, dumps, jsonable, parse_metrics, parsed_lines, read_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -73,11 +73,8 @@ class RunFolder:
         self.rollout_dir = expanded(rollout_dir) if rollout_dir else self.path / "rollouts"
         self.validation_dir = expanded(validation_dir) if validation_dir else self.path / "validation"
         _require_writable(self.path, "trainer.default_local_dir")
-        for folder, key in (
-            (self.rollout_dir, "trainer.rollout_data_dir"),
-            (self.validation_dir, "trainer.validation_data_dir"),
-        ):
-            _require_writable(folder, key)
+        _require_writable(self.rollout_dir, "trainer.rollout_data_dir")
+        _require_writable(self.validation_dir, "trainer.validation_data_dir")
         self._lock = _FolderLock(self.path)
         self._writer: threading.Thread | None = None
         self._crash_file = self.path / "crash.txt"
@@ -150,23 +147,17 @@ class RunFolder:
         self.wait()
         lineage = read_lineage(self.path)
         found = lineage is not None and lineage.step == step
-
-        def keep(row: Mapping[str, Any]) -> bool:
-            nonlocal found
-            found = found or row["step"] == step
-            return row["step"] <= step  # type: ignore[no-any-return]
-
         if self.metrics_file.exists():
-            text, changed = kept_lines(self.metrics_file, keep)
-            if changed:
-                write_atomically(self.metrics_file, text)
-        for folder in (self.rollout_dir, self.validation_dir):
-            for file in _sample_files(folder):
-                if int(file.stem) > step:
-                    _remove(file)
-        for number, _, file in profile_files(self.path):
-            if number > step:
-                _remove(file)
+            kept: list[bytes] = []
+            for line, row in parsed_lines(self.metrics_file, parse_metrics):
+                found = found or row["step"] == step
+                if row["step"] <= step:
+                    kept.append(line.rstrip(b"\r\n") + b"\n")
+            if sum(map(len, kept)) != self.metrics_file.stat().st_size:
+                write_atomically(self.metrics_file, b"".join(kept))
+        samples = [*_sample_files(self.rollout_dir), *_sample_files(self.validation_dir)]
+        _remove(file for file in samples if int(file.stem) > step)
+        _remove(file for number, _, file in profile_files(self.path) if number > step)
         self._cut_phases(step)
         return found
 
@@ -175,20 +166,14 @@ class RunFolder:
         self.wait()
         if self.metrics_file.exists() and self.metrics_file.stat().st_size:
             _move_aside(self.metrics_file, "metrics.previous.jsonl")
-        # health.jsonl: of a version that did not keep findings in metrics.jsonl
-        for name in (LINEAGE, "health.jsonl"):
-            if (self.path / name).exists():
-                _remove(self.path / name)
         for folder in (self.rollout_dir, self.validation_dir):
-            if folder.parent != self.path:
-                continue  # a folder the user chose may be others' as well
-            for file in _sample_files(folder):
-                _remove(file)
-        for _, _, file in profile_files(self.path):
-            _remove(file)
+            if folder.parent == self.path:  # one the user chose may be others' as well
+                _remove(_sample_files(folder))
+        # health.jsonl: of a version that did not keep findings in metrics.jsonl
+        files = (self.path / LINEAGE, self.path / "health.jsonl", self.counters_file)
+        _remove(file for file in files if file.exists())
+        _remove(file for _, _, file in profile_files(self.path))
         self._cut_phases(None)
-        if self.counters_file.exists():
-            _remove(self.counters_file)
 
     def _cut_phases(self, step: int | None) -> None:
         """Remove the phases after `step` (None: all). In place: ranks have these files open, to append to them."""
@@ -298,12 +283,13 @@ def _move_aside(path: Path, name: str) -> Path:
     return path.replace(target)
 
 
-def _remove(file: Path) -> None:
-    """Remove samples; failing to does not stop the run."""
-    try:
-        file.unlink()
-    except OSError as error:
-        logger.warning("%s, of a step that is written again, could not be removed: %s", file, error)
+def _remove(files: Iterable[Path]) -> None:
+    """Remove files of steps; failing to does not stop the run."""
+    for file in files:
+        try:
+            file.unlink()
+        except OSError as error:
+            logger.warning("%s, of a step that is written again, could not be removed: %s", file, error)
 
 
 def _length_up_to(file: Path, step: int) -> int:

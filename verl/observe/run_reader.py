@@ -13,6 +13,7 @@ import os
 import re
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Any
 from verl.errors import ConfigError, DataError
 from verl.json_input import open_regular
 from verl.observe.diagnoses import Finding, read_findings
-from verl.observe.jsonl import LINE_BYTES, complete_lines, parse_metrics, parse_row
+from verl.observe.jsonl import complete_lines, parse_metrics, parse_row
 from verl.observe.run_folder import LINEAGE, expanded, locked_by_this_process
 
 TAIL_BYTES = 64 << 20
@@ -58,10 +59,14 @@ class MetricsLog:
                 known = os.fstat(file.fileno())
                 if known.st_ino != self._inode or known.st_size < self._offset:
                     self._inode, self._offset = known.st_ino, 0
-                    self._reset()
-                    self._skip_to_tail(file, known.st_size)
+                    self.rows, self.first, self.findings, self.damaged, self._stride = [], {}, [], 0, 1
+                    if known.st_size > self._tail_bytes:
+                        file.seek(known.st_size - self._tail_bytes)
+                        next(complete_lines(file), b"")  # most likely half of one
+                        self._offset = file.tell()
+                        self.problem = "metrics.jsonl is very large: only its end was read"
                 file.seek(self._offset)
-                return self._read(file)[-KEPT_ROWS:]
+                return list(deque(self._new_rows(file), KEPT_ROWS))
         except FileNotFoundError:
             return []
         except ValueError as error:
@@ -80,17 +85,6 @@ class MetricsLog:
         """(step, value) of a metric, oldest first, finite ones only."""
         return [(row["step"], row[name]) for row in self.rows if math.isfinite(row.get(name, math.nan))]
 
-    def _skip_to_tail(self, file: Any, size: int) -> None:
-        if size > self._tail_bytes:
-            file.seek(size - self._tail_bytes)
-            while (chunk := file.readline(LINE_BYTES)) and not chunk.endswith(b"\n"):
-                pass
-            self._offset = file.tell()
-            self.problem = "metrics.jsonl is very large: only its end was read"
-
-    def _reset(self) -> None:
-        self.rows, self.first, self.findings, self.damaged, self._stride = [], {}, [], 0, 1
-
     def _new_rows(self, file: Any) -> Iterator[dict[str, Any]]:
         for line in complete_lines(file):
             self._offset = file.tell()
@@ -100,34 +94,29 @@ class MetricsLog:
                 continue
             self.findings += ((row["step"], found) for found in read_findings(row.get("findings")))
             del self.findings[:-KEPT_FINDINGS]
-            row = {name: math.nan if value is None else value for name, value in row.items()}
-            yield {n: v for n, v in row.items() if isinstance(v, int | float) and not isinstance(v, bool)}
-
-    def _read(self, file: Any) -> list[dict[str, Any]]:
-        new: list[dict[str, Any]] = []
-        for numbers in self._new_rows(file):
+            plain = {name: math.nan if value is None else value for name, value in row.items()}
+            numbers = {
+                n: v for n, v in plain.items() if isinstance(v, int | float) and not isinstance(v, bool)
+            }
             self.first = self.first or numbers
             self.rows.append(numbers)
             if len(self.rows) > 2 * KEPT_ROWS:
                 self._thin()
-            new.append(numbers)
-            if len(new) > 2 * KEPT_ROWS:
-                del new[:-KEPT_ROWS]
-        return new
+            yield numbers
 
     def _thin(self) -> None:
         """Of the rows before the newest keep about half as many, evenly spread; those with a validation longer."""
         older = self.rows[:-KEPT_ROWS]
-        while (
-            len(older := [row for row in older if row["step"] % self._stride_of(row) == 0]) > KEPT_ROWS // 2
-        ):
+        while True:
+            validated = max(1, self._stride // 8)
+            strides = (validated if any(n.startswith("val") for n in row) else self._stride for row in older)
+            older = [row for row, stride in zip(older, strides, strict=True) if row["step"] % stride == 0]
+            if len(older) <= KEPT_ROWS // 2:
+                break
             self._stride *= 2
             if self._stride > 1 << 60:  # many rows of one step
                 older = []
         self.rows[:-KEPT_ROWS] = older
-
-    def _stride_of(self, row: Mapping[str, Any]) -> int:
-        return max(1, self._stride // 8) if any(name.startswith("val") for name in row) else self._stride
 
 
 @dataclass(frozen=True)
@@ -314,7 +303,7 @@ class State:
 
     @property
     def over(self) -> bool:
-        return self.name in ("finished", "stopped", "crashed", "killed")
+        return self.name not in ("waiting", "running")
 
 
 def state_of(run: Run) -> State:
