@@ -50,15 +50,13 @@ def write_report(
     before, after = page(title or first.run.name, served=False)
     with replacing(target) as draft, open(draft, "wb") as file:
         file.write(before.encode())
-        _embed(file, "runs.json", dumps(data.runs_json()))
+        _embed(file, "runs.json", data.get("runs.json", {}))
         for each in data.runs:
-            for name, answer in (
-                ("summary", each.summary()),
-                ("metrics", each.metrics()),
-                ("timeline", each.timeline()),
-            ):
-                _embed(file, f"run/{each.id}/{name}.json", dumps(answer))
-        _write_samples(file, first)
+            for name in ("summary.json", "metrics.json", "timeline.json"):
+                _embed(file, f"run/{each.id}/{name}", data.get(f"run/{each.id}/{name}", {}))
+        used = 0
+        for kind, share in (("validation", VALIDATION_SHARE), ("rollouts", 1.0)):
+            used += _write_kind(file, first, kind, int(share * REPORT_BYTES) - used)
         for each in data.runs[1:]:
             for kind in KINDS:
                 index = SampleIndex(each.run.samples(kind))
@@ -85,12 +83,6 @@ def spread(steps: Sequence[int]) -> Iterator[int]:
                 yield steps[middle]
                 halves += [(low, middle), (middle, high)]
         gaps = halves
-
-
-def _write_samples(file: IO[bytes], run: RunData) -> None:
-    used = 0
-    for kind, share in (("validation", VALIDATION_SHARE), ("rollouts", 1.0)):
-        used += _write_kind(file, run, kind, int(share * REPORT_BYTES) - used)
 
 
 def _write_kind(file: IO[bytes], run: RunData, kind: str, budget: int) -> int:
@@ -134,8 +126,10 @@ def _chunks(groups: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[dict[str, 
 
 
 def _embed(file: IO[bytes], path: str, text: bytes) -> int:
+    """Write an element that holds gzip data, which the browser neither runs nor shows; the size of the data."""
     packed = gzip.compress(text, compresslevel=_LEVEL, mtime=0)
-    file.write(data_element(path, packed))
+    element = b'<script type="application/octet-stream" data-path="%s">%s</script>\n'
+    file.write(element % (str(escape(path)).encode(), base64.b64encode(packed)))
     return len(packed)
 
 
@@ -148,7 +142,10 @@ def page(title: str, *, served: bool) -> tuple[str, str]:
     Its content security policy names script and style by hash: no other can run in it, whatever a text of a run
     contains, and no request can leave it."""
     files = read_json(WEB / "files.json")
-    style, script = (_joined(files[kind]) for kind in ("style", "script"))
+    style, script = (
+        "\n".join((WEB / name).read_text(encoding="utf-8") for name in files[kind])
+        for kind in ("style", "script")
+    )
     rules = {
         "default-src": "'none'",
         "script-src": _hash(script),
@@ -170,18 +167,6 @@ def page(title: str, *, served: bool) -> tuple[str, str]:
         return re.sub(r"\{\{([A-Z]+)\}\}", lambda marker: values[marker[1]], text)
 
     return filled(before), filled(after)
-
-
-def data_element(path: str, packed: bytes) -> bytes:
-    """An element that holds gzip data, which the browser neither runs nor shows."""
-    return b'<script type="application/octet-stream" data-path="%s">%s</script>\n' % (
-        str(escape(path)).encode(),
-        base64.b64encode(packed),
-    )
-
-
-def _joined(names: list[str]) -> str:
-    return "\n".join((WEB / name).read_text(encoding="utf-8") for name in names)
 
 
 def _hash(text: str) -> str:

@@ -69,24 +69,21 @@ FIRST_SHOWN = (
 def curves(rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     """Metrics that were ever a number as columns over the rows of a run, and which of them are shown first."""
     names = sorted({name for row in rows for name in row} - {"step"})[:MAX_NAMES]
-    columns = {name: [_or_none(row.get(name, math.nan)) for row in rows] for name in names}
-    series = {name: values for name, values in columns.items() if any(value is not None for value in values)}
+    columns = {name: [row.get(name, math.nan) for row in rows] for name in names}
+    series = {
+        name: [value if math.isfinite(value) else None for value in values]
+        for name, values in columns.items()
+        if any(map(math.isfinite, values))
+    }
     validation = [name for name in series if name.startswith("val-core/")]
     shown: dict[str, list[float | None]] = {}
     for name in [*validation, *(name for name in FIRST_SHOWN if name in series)]:
-        # With one response per prompt the mean, the best and the majority are one curve.
-        if not any(values == series[name] for other, values in shown.items() if _same_data(other, name)):
+        # With one response per prompt the mean, the best and the majority of the same scores are one curve.
+        scores = name.rpartition("/")[0]
+        known = (values for other, values in shown.items() if other.rpartition("/")[0] == scores)
+        if not name.startswith("val-core/") or series[name] not in known:
             shown[name] = series[name]
     return {"step": [row["step"] for row in rows], "series": series, "shown": list(shown)}
-
-
-def _or_none(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-def _same_data(name: str, other: str) -> bool:
-    """Whether two metrics of validation are statistics of the same scores."""
-    return name.startswith("val-core/") and name.rpartition("/")[0] == other.rpartition("/")[0]
 
 
 # -- configuration ------------------------------------------------------------------------------------------------

@@ -408,6 +408,11 @@ class Notice:
             f"step {self.last}" if self.times == 1 else f"steps {self.first}-{self.last}, {self.times} times"
         )
 
+    def to_row(self) -> dict[str, Any]:
+        """The finding and these numbers, as the page of the viewer reads them."""
+        numbers = {name: getattr(self, name) for name in ("first", "last", "times", "recent")}
+        return self.finding.to_row() | numbers
+
 
 def notices(run: Run) -> list[Notice]:
     """What the diagnoses reported while the run ran, recent ones first."""

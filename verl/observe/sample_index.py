@@ -133,10 +133,6 @@ class SampleIndex:
         except (OSError, ValueError):
             return
 
-    def group(self, columns: StepColumns, code: int) -> list[int]:
-        """The rows of a prompt in a step."""
-        return np.flatnonzero(columns.rows["uid"] == code).tolist()  # type: ignore[no-any-return]
-
     def to_json(self) -> dict[str, Any]:
         """The columns as the page reads them, steps in order."""
         steps = self.in_order()
@@ -170,16 +166,13 @@ class SampleIndex:
         needle = wanted.encode("utf-8", "surrogatepass")
         matches, first = [], 0
         for columns in steps:
-            rows = {
-                line: (row, uid)
-                for row, (line, uid) in enumerate(zip(columns["line"], columns["uid"], strict=True))
-            }
+            rows = {line: row for row, line in enumerate(columns["line"])}
             for number, _, line in _lines(self._path(columns.step)):
                 skipped = plain and line.isascii() and b"\\" not in line and needle not in line.lower()
                 if number in rows and not skipped and (sample := parse_row(line)) is not None:
-                    row, uid = rows[number]
-                    if wanted in searchable(self.uids.names[uid], sample).casefold():
-                        matches.append(first + row)
+                    uid = self.uids.names[columns.rows["uid"][rows[number]]]
+                    if wanted in searchable(uid, sample).casefold():
+                        matches.append(first + rows[number])
             first += len(rows)
         return matches
 
@@ -210,11 +203,9 @@ class SampleIndex:
         if not sizes:
             return []
         rows_per_byte = 1.0 / _line_bytes(self._path(max(sizes, key=lambda step: sizes[step])))
-        present, stride = [step for step in steps if step in sizes], 1
+        present, stride = list(sizes), 1
         while True:
-            chosen = [
-                step for place, step in enumerate(present) if place % stride == 0 or step == present[-1]
-            ]
+            chosen = sorted({*present[::stride], present[-1]})
             size = sum(sizes[step] for step in chosen)
             if len(chosen) <= 2 or (size <= INDEX_BYTES and size * rows_per_byte <= INDEX_ROWS):
                 return chosen
@@ -239,9 +230,9 @@ def uid_of(sample: dict[str, Any], line: int) -> str:
 def searchable(uid: str, sample: dict[str, Any]) -> str:
     """All that a search compares, of one response."""
     turns = sample.get("turns")
-    contents = (
-        [turn.get("content") for turn in turns if isinstance(turn, dict)] if isinstance(turns, list) else []
-    )
+    contents = [
+        turn.get("content") for turn in (turns if isinstance(turns, list) else ()) if isinstance(turn, dict)
+    ]
     parts = [uid, *(sample.get(name) for name in ("prompt", "response", "ground_truth", "error")), *contents]
     return "\n".join(_text(part) for part in parts)
 

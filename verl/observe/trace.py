@@ -128,11 +128,14 @@ def _write_events(file: IO[str], trace: Trace) -> None:
 def read_phases(folder: Path, newest_bytes: int | None = None) -> dict[str, list[Span]]:
     """`phases/*.jsonl` of a run by process, the controller first; each in the order of time. Damaged lines are left
     out, as is the half-written last line of a run that runs. `newest_bytes`: of each file only its end."""
-    files = sorted(
-        folder.glob("phases/*.jsonl"), key=lambda file: (file.stem != CONTROLLER, _natural(file.stem))
-    )
+
+    def order(path: Path) -> tuple[bool, list[tuple[int, str]]]:
+        """The controller first, and rank_2 before rank_10."""
+        parts = re.split(r"(\d+)", path.stem)
+        return path.stem != CONTROLLER, [(int(p), "") if p.isdecimal() else (-1, p) for p in parts]
+
     found: dict[str, list[Span]] = {}
-    for path in files:
+    for path in sorted(folder.glob("phases/*.jsonl"), key=order):
         try:
             with open_regular(path) as file:
                 if newest_bytes is not None and file.seek(0, os.SEEK_END) > newest_bytes:
@@ -147,11 +150,6 @@ def read_phases(folder: Path, newest_bytes: int | None = None) -> dict[str, list
             # Of two that start together the longer one is around the other.
             found[path.stem] = sorted(spans, key=lambda span: (span.start, -span.end))
     return found
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    """rank_2 before rank_10."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def _span(row: Mapping[str, Any] | None) -> Span | None:
@@ -169,8 +167,9 @@ def _within(phases: dict[str, list[Span]], steps: range) -> dict[str, list[Span]
     chosen = [span for span in counted if span.step in steps]
     if not chosen:
         known = [span.step for span in counted]
+        words = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
         raise DataError(
-            f"--steps: the run has no phases of {_words(steps)}; it has those of {min(known)} to {max(known)}"
+            f"--steps: the run has no phases of {words}; it has those of {min(known)} to {max(known)}"
         )
     start, end = min(span.start for span in chosen), max(span.end for span in chosen)
     if CONTROLLER in phases:
@@ -179,10 +178,6 @@ def _within(phases: dict[str, list[Span]], steps: range) -> dict[str, list[Span]
     else:
         kept = {name: [span for span in spans if span.step in steps] for name, spans in phases.items()}
     return {name: spans for name, spans in kept.items() if spans}
-
-
-def _words(steps: range) -> str:
-    return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
 
 
 def nested_tracks(spans: list[Span]) -> list[list[Span]]:
@@ -218,13 +213,11 @@ def timeline(folder: Path, rows: list[dict[str, Any]]) -> dict[str, Any]:
     kept = sorted(kept[-TIMELINE_SPANS:], key=lambda each: (each[1].start, -each[1].end))
     origin = kept[0][1].start if kept else 0
 
-    def seconds(time_us: int) -> float:
-        return round((time_us - origin) / 1e6, 4)
-
-    return {
-        "origin": origin / 1e6,
-        "spans": [[process, s.name, seconds(s.start), seconds(s.end), s.step] for process, s in kept],
-    }
+    spans_json = [
+        [process, s.name, *(round((time_us - origin) / 1e6, 4) for time_us in (s.start, s.end)), s.step]
+        for process, s in kept
+    ]
+    return {"origin": origin / 1e6, "spans": spans_json}
 
 
 def _laid_out(rows: list[dict[str, Any]]) -> Iterator[Span]:
@@ -277,16 +270,13 @@ class Trace:
                 pid = self.pids[process]
                 yield from _thread(pid, number, "phases" if number == 1 else f"phases {number}")
                 for span in track:
-                    yield {
-                        "ph": "X",
-                        "cat": "phase",
-                        "name": span.name,
+                    place = {
                         "pid": pid,
                         "tid": number,
                         "ts": span.start - origin,
                         "dur": span.end - span.start,
-                        "args": {"step": span.step},
                     }
+                    yield {"ph": "X", "cat": "phase", "name": span.name, **place, "args": {"step": span.step}}
         yield from self._counters(origin)
         for step, rank, file in profile_files(self.folder):
             if self.steps is None or step in self.steps:
@@ -304,18 +294,11 @@ class Trace:
         process = CONTROLLER if CONTROLLER in self.phases else next(iter(self.phases))
         starts = {span.step: span.start for span in self.phases[process] if span.name == "step"}
         for row in read_metrics(self.folder / "metrics.jsonl"):
-            if row["step"] not in starts:
-                continue
-            for name, metric in COUNTERS.items():
+            for name, metric in COUNTERS.items() if row["step"] in starts else ():
                 value = number_or_nan(row.get(metric))
                 if not math.isnan(value):
-                    yield {
-                        "ph": "C",
-                        "name": name,
-                        "pid": self.pids[process],
-                        "ts": starts[row["step"]] - origin,
-                        "args": {"value": value},
-                    }
+                    place = {"pid": self.pids[process], "ts": starts[row["step"]] - origin}
+                    yield {"ph": "C", "name": name, **place, "args": {"value": value}}
 
     def _profile(self, file: Path, step: int, rank: int, origin: int) -> Iterator[Event]:
         """The events of a profile as threads of its process; numbers of threads and flows are its own."""

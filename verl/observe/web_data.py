@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import codecs
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ from verl.observe.run_facts import (
 from verl.observe.run_folder import expanded, read_lineage
 from verl.observe.run_reader import (
     KINDS,
-    Notice,
     Run,
     notices,
     open_run,
@@ -59,6 +58,10 @@ class RunData:
         self._lock = threading.Lock()
         self._index_locks = {kind: threading.RLock() for kind in KINDS}
 
+    def ancestors(self) -> list[RunData]:
+        """The run itself and those it descends from."""
+        return [self, *(self.parent.ancestors() if self.parent else ())]
+
     def entry(self) -> dict[str, Any]:
         """This run in `runs.json`."""
         with self._lock:
@@ -84,22 +87,20 @@ class RunData:
             crash = read_crash(self.run.path) if state_of(self.run).name == "crashed" else None
             config = flat_config(self.run.config)
             before = flat_config(self.parent.run.config) if self.parent else default_config(self.run.config)
+            parent = []
+            if self.lineage is not None and self.parent is None and not self.run.outside:
+                name = self.lineage.parent_name
+                parent = [f"it was forked from {name}, which is not shown: give that run too, or --outside"]
             return jsonable(  # type: ignore[no-any-return]
                 {
                     "facts": list(facts(self.run)),
                     "crash": {"cause": crash[0], "fix": crash[1]} if crash else None,
-                    "findings": [_finding(notice) for notice in notices(self.run)],
+                    "findings": [notice.to_row() for notice in notices(self.run)],
                     "config": config,
                     "config_changes": config_changes(before, config),
-                    "notes": [*notes(self.run), *self._parent_note()],
+                    "notes": [*notes(self.run), *parent],
                 }
             )
-
-    def _parent_note(self) -> list[str]:
-        if self.lineage is None or self.parent is not None or self.run.outside:
-            return []
-        name = self.lineage.parent_name
-        return [f"it was forked from {name}, which is not shown: give that run too, or --outside"]
 
     def metrics(self) -> dict[str, Any]:
         with self._lock:
@@ -127,7 +128,7 @@ class RunData:
             if not index.version:
                 index.refresh()
             columns = index.step(step)
-        rows = index.group(columns, code) if columns else []
+        rows = np.flatnonzero(columns.rows["uid"] == code).tolist() if columns else []
         if columns is None or not rows:
             raise KeyError(code)
         return _group(index, columns, code, rows, self._tokens(index, kind, step))
@@ -166,52 +167,50 @@ class WebData:
     def __init__(self, paths: Iterable[Path], *, live: bool, outside: bool = False) -> None:
         self.live = live
         self._outside = outside
-        self.runs: list[RunData] = []
+        self._by_folder: dict[Path, RunData] = {}
         for path in paths:
-            if expanded(path).absolute() not in self._folders():
-                self._add(path)
-        for child in list(self.runs):
+            self._add(path)
+        for child in self.runs:
             self._add_parents(child)
 
-    def _folders(self) -> dict[Path, RunData]:
-        return {each.run.path: each for each in self.runs}
+    @property
+    def runs(self) -> list[RunData]:
+        return list(self._by_folder.values())
 
     def _add(self, path: Path) -> RunData:
-        self.runs.append(RunData(str(len(self.runs)), path, outside=self._outside))
-        return self.runs[-1]
+        folder = expanded(path).absolute()
+        if folder not in self._by_folder:
+            self._by_folder[folder] = RunData(str(len(self._by_folder)), folder, outside=self._outside)
+        return self._by_folder[folder]
 
     def _add_parents(self, child: RunData) -> None:
         for _ in range(MAX_PARENTS):
             folder = parent_folder(child.run.path, child.lineage)
             if folder is None or child.parent is not None or folder == child.run.path:
                 return
-            parent = self._folders().get(folder) or (self._add(folder) if self._outside else None)
-            if parent is None or child in _ancestors(parent):
+            parent = self._add(folder) if self._outside else self._by_folder.get(folder)
+            if parent is None or child in parent.ancestors():
                 return  # not asked for; or lineage files that name each other
             child.parent = parent
             child = parent
 
-    def runs_json(self) -> dict[str, Any]:
-        return {"version": 1, "live": self.live, "runs": [each.entry() for each in self.runs]}
-
     def get(self, path: str, query: Mapping[str, str]) -> bytes:
         """The JSON text at a path; KeyError where there is nothing."""
         if path == "runs.json":
-            return dumps(self.runs_json())
+            return dumps({"version": 1, "live": self.live, "runs": [each.entry() for each in self.runs]})
         start, identity, *rest = path.split("/")
         found = {each.id: each for each in self.runs}[identity]
         if start != "run":
             raise KeyError(path)
         if not self._outside:
             refuse_links_out(found.run.path)  # others may write to a folder while it is served
-        answers: dict[str, Callable[[], dict[str, Any]]] = {
-            "summary.json": found.summary,
-            "metrics.json": found.metrics,
-            "timeline.json": found.timeline,
-        }
         match rest:
-            case [name] if name in answers:
-                return dumps(answers[name]())
+            case ["summary.json"]:
+                return dumps(found.summary())
+            case ["metrics.json"]:
+                return dumps(found.metrics())
+            case ["timeline.json"]:
+                return dumps(found.timeline())
             case ["index", name] if name.removesuffix(".json") in KINDS:
                 return found.index(name.removesuffix(".json"))
             case ["group", kind, step, code] if kind in KINDS:
@@ -255,18 +254,6 @@ def _response(line: int, sample: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-def _finding(notice: Notice) -> dict[str, Any]:
-    row: dict[str, Any] = notice.finding.to_row()
-    return {**row, **{name: getattr(notice, name) for name in ("first", "last", "times", "recent")}}
-
-
-def _ancestors(run: RunData) -> list[RunData]:
-    found = [run]
-    while found[-1].parent is not None:
-        found.append(found[-1].parent)
-    return found
-
-
 def _count(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) < 19):
         raise KeyError(text)
@@ -299,12 +286,11 @@ class StepTokens:
         self._file: TokenFile | None = None
         self.note = ""
         path = folder / f"{step}.parquet"
-        earlier = folder / f"{step}.tokens"
         if not training:
             self.note = "Tokens are recorded for training responses only."
-        elif not path.is_file() and earlier.is_file():
+        elif not path.is_file() and path.with_suffix(".tokens").is_file():
             self.note = (
-                f"{earlier.name} was written by an earlier version of verl, whose format is no longer read."
+                f"{step}.tokens was written by an earlier version of verl, whose format is no longer read."
             )
         elif not path.is_file() and wanted is False:
             self.note = "Tokens were not recorded: trainer.token_data=True records them."
