@@ -66,7 +66,7 @@ def test_a_trace_that_cannot_be_written_is_lost_alone(
 
 def test_a_step_that_fails_ends_its_profiler(tmp_path: Path) -> None:
     from verl.config.sections.trainer import ProfileConfig
-    from verl.observe.profiling import profiled
+    from verl.observe.metrics import profiled
 
     cfg = ProfileConfig(steps=[1, 2], ranks=[0])
     with pytest.raises(KeyError), profiled(cfg, 1, 0, tmp_path):

@@ -102,9 +102,8 @@ def batch_metrics(
     if "process_rewards" in tensors:
         metrics |= _spread("implicit_reward/process_rewards", tensors["process_rewards"][mask_BT])
     if "values" in tensors and "returns" in tensors and mask_BT.sum() > 1:
-        metrics["critic/vf_explained_var"] = explained_variance(
-            tensors["values"][mask_BT], tensors["returns"][mask_BT]
-        )
+        values, returns = tensors["values"][mask_BT], tensors["returns"][mask_BT]
+        metrics["critic/vf_explained_var"] = explained_variance(values, returns)
     metrics |= _length_metrics(batch, max_response_length, max_prompt_length)
     return metrics
 
@@ -212,11 +211,7 @@ def _spread(name: str, values: torch.Tensor) -> dict[str, float]:
     if values.numel() == 0:
         return {}
     values = values.double()
-    return {
-        f"{name}/mean": float(values.mean()),
-        f"{name}/max": float(values.max()),
-        f"{name}/min": float(values.min()),
-    }
+    return {f"{name}/{part}": float(getattr(values, part)()) for part in ("mean", "max", "min")}
 
 
 @dataclass(frozen=True)
@@ -268,11 +263,8 @@ def _outlier_facts(score: torch.Tensor) -> dict[str, float | int]:
     far = score[(score > high + reach) | (score < low - reach)]
     if len(far) == 0:
         return {}
-    return {
-        "outliers": len(far),
-        "largest_outlier": float(far[far.abs().argmax()]),
-        "typical_score": middle,
-    }
+    largest = float(far[far.abs().argmax()])
+    return {"outliers": len(far), "largest_outlier": largest, "typical_score": middle}
 
 
 def _group_facts(score_S: torch.Tensor, uids: list[str]) -> dict[str, float | int]:

@@ -111,7 +111,11 @@ def step_line(step: int, metrics: Mapping[str, Any], total_steps: int | None = N
     for names, label, form in _COLUMNS:
         value = next((metrics[name] for name in names if metrics.get(name) is not None), None)
         if value is not None:
-            parts.append(f"{label} {_format(form, float(value))}")
+            value = float(value)
+            shown = form.format(value) if math.isfinite(value) else str(value)
+            # A number that would be shown as zero and is not has an exponent.
+            vanished = form.endswith("f}") and value != 0 and not set(shown) & set("123456789n")
+            parts.append(f"{label} {value:.1e}" if vanished else f"{label} {shown}")
     validation = validation_summary(metrics)
     if validation is not None:
         parts.append(f"validation {validation:.3f}")
@@ -147,7 +151,12 @@ class StepProgress:
     def line(self) -> str:
         """`gen 42 s  63/128 responses  1,234 tok/s  waiting for 3 sequences ...`; empty where nothing runs."""
         snapshots, now = self._snapshots(), self._clock()
-        rate = self._rate(_sum(snapshots, "generated_tokens_total"), now)
+        tokens = _sum(snapshots, "generated_tokens_total")
+        self._drawn.append((now, tokens))
+        while len(self._drawn) > 2 and self._drawn[1][0] <= now - RATE_S:
+            self._drawn.popleft()
+        start, before = self._drawn[0]
+        rate = max(tokens - before, 0.0) / (now - start) if now > start else 0.0
         phases = [(name, since) for name, since in snapshots[0].phases.items() if name != _OUTER]
         if not phases:
             return ""
@@ -161,13 +170,6 @@ class StepProgress:
             parts.append(f"{rate:,.0f} tok/s")
         waiting = waits(snapshots)
         return "  ".join(parts) + (f"  waiting for {', '.join(waiting)}" if waiting else "")
-
-    def _rate(self, tokens: float, now: float) -> float:
-        self._drawn.append((now, tokens))
-        while len(self._drawn) > 2 and self._drawn[1][0] <= now - RATE_S:
-            self._drawn.popleft()
-        since, before = self._drawn[0]
-        return max(tokens - before, 0.0) / (now - since) if now > since else 0.0
 
 
 def waits(snapshots: list[Snapshot]) -> list[str]:
@@ -261,15 +263,6 @@ class StepConsole:
         if self.total_steps:
             rows.append(ProgressBar(total=self.total_steps, completed=self._step))
         return Panel(Group(*rows), title=Text(self.title), title_align="left")
-
-
-def _format(form: str, value: float) -> str:
-    """A number that would be shown as zero and is not has an exponent."""
-    if not math.isfinite(value):
-        return str(value)
-    shown = form.format(value)
-    vanished = form.endswith("f}") and value != 0 and not set(shown) & set("123456789")
-    return f"{value:.1e}" if vanished else shown
 
 
 class Counter:

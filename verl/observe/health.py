@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from verl.data.proto import DataProto
 
 QUIET_STEPS = 20
+REMEMBERED_STEPS = 500
 # The metrics rules read; the others are not remembered.
 WATCHED = {
     *NEVER_INFINITE, *SKIPPED, "reward/mean", "reward/min", "reward/max", "reward/calls", "reward/failed", "actor/kl",
@@ -28,10 +29,8 @@ WATCHED = {
 class HealthMonitor:
     """Applies the rules after each step. `config` is that of the run: reinforcement learning or given answers."""
 
-    def __init__(self, config: Any, *, quiet_steps: int = QUIET_STEPS, memory: int = 500) -> None:
+    def __init__(self, config: Any) -> None:
         self.history = History(config)
-        self._quiet_steps = quiet_steps
-        self._memory = memory
         self._last_reported: dict[str, int] = {}
 
     def at_start(self, step: int = 0) -> list[Finding]:
@@ -42,12 +41,10 @@ class HealthMonitor:
         """What to report after this step."""
         watched = {n: v for n, v in metrics.items() if n in WATCHED or n.startswith("val-core/")}
         self.history.steps.append((step, watched))
-        del self.history.steps[: -self._memory]
+        del self.history.steps[:-REMEMBERED_STEPS]
         self.history.batch = None
         if batch is not None:
-            from verl.observe.batch_metrics import (
-                batch_facts,  # imports torch, which `verl view` does not need
-            )
+            from verl.observe.batch_metrics import batch_facts  # needs torch, which `verl view` does not load
 
             self.history.batch = batch_facts(batch)
         return self._judge(STEP_RULES, step)
@@ -55,10 +52,8 @@ class HealthMonitor:
     def _judge(self, rules: tuple[Diagnosis, ...], step: int) -> list[Finding]:
         found = []
         for rule in rules:
-            if step - self._last_reported.get(rule.name, -self._quiet_steps) < self._quiet_steps:
-                continue
-            finding = rule.judge(self.history)
-            if finding is not None:
+            quiet = step - self._last_reported.get(rule.name, -QUIET_STEPS) < QUIET_STEPS
+            if not quiet and (finding := rule.judge(self.history)) is not None:
                 self._last_reported[rule.name] = step
                 found.append(finding)
         return found

@@ -135,7 +135,9 @@ class Live:
             end = time.time()
             self.observe("phase_seconds", end - start, name)
             if self._spans is not None:
-                self._write_span(name, start, end)
+                span = {"name": name, "start": start, "end": end, "step": self.step}
+                with suppress(OSError):
+                    os.write(self._spans, (json.dumps(span) + "\n").encode())
 
     def record_phases(self, path: Path | None, process: str = "controller") -> None:
         """Append every phase that ends to this file, a line of JSON each; None: no longer."""
@@ -147,12 +149,6 @@ class Live:
             with suppress(OSError):  # a run does not depend on it
                 path.parent.mkdir(parents=True, exist_ok=True)
                 self._spans = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-
-    def _write_span(self, name: str, start: float, end: float) -> None:
-        span = {"name": name, "start": start, "end": end, "step": self.step}
-        assert self._spans is not None
-        with suppress(OSError):
-            os.write(self._spans, (json.dumps(span) + "\n").encode())
 
     def snapshot(self) -> Snapshot:
         """A copy. Writers continue meanwhile: numbers of one snapshot may be microseconds apart."""

@@ -1,4 +1,4 @@
-"""Metrics that know how they are reduced, whatever their names, and timers.
+"""Metrics that know how they are reduced, whatever their names; timers and profiles of steps.
 
 `reduce_metrics` joins the parts of one mini-batch (micro-batches, ranks); `average_metrics` joins
 mini-batches and epochs into one figure per training step. A part's value may be a zero-dimensional
@@ -7,13 +7,21 @@ tensor on the device, so that collecting metrics does not wait for the device.
 
 from __future__ import annotations
 
+import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from verl.observe.live import live
+
+if TYPE_CHECKING:
+    from verl.config.sections.trainer import ProfileConfig
+
+logger = logging.getLogger(__name__)
 
 Reduction = Literal["mean", "sum", "max", "min"]
 
@@ -31,20 +39,14 @@ class Metric:
             raise ValueError(f"unknown reduction {self.reduce!r}; known: mean, sum, max, min")
 
 
-def as_metric(value: Any) -> Metric:
-    return value if isinstance(value, Metric) else Metric(value)
-
-
 def _join(parts: list[Metric], across_steps: bool) -> Metric:
     kind = parts[0].reduce
     if any(part.reduce != kind for part in parts):
         raise ValueError(f"one metric, several reductions: {sorted({part.reduce for part in parts})}")
     values = [float(part.value) for part in parts]
     weights = [float(part.weight) for part in parts]
-    if kind == "max":
-        return Metric(max(values), "max")
-    if kind == "min":
-        return Metric(min(values), "min")
+    if kind in ("max", "min"):
+        return Metric(max(values) if kind == "max" else min(values), kind)
     if kind == "sum":
         return Metric(sum(values) / (len(values) if across_steps else 1), "sum")
     total = sum(weights)
@@ -57,7 +59,7 @@ def _by_name(parts: Iterable[Mapping[str, Any]]) -> dict[str, list[Metric]]:
     grouped: dict[str, list[Metric]] = {}
     for part in parts:
         for name, value in part.items():
-            grouped.setdefault(name, []).append(as_metric(value))
+            grouped.setdefault(name, []).append(value if isinstance(value, Metric) else Metric(value))
     return grouped
 
 
@@ -100,5 +102,51 @@ class Timer:
     def metrics(self) -> dict[str, float]:
         return {f"timing_s/{name}": seconds for name, seconds in self.seconds.items()}
 
-    def reset(self) -> None:
-        self.seconds.clear()
+
+@contextmanager
+def profiled(cfg: ProfileConfig, step: int, rank: int, run_folder: Path) -> Iterator[None]:
+    """Write a trace of torch's profiler around the block where `cfg` (`trainer.profile`) chooses this step and rank. A
+    block that raises leaves no trace; a profiler that fails loses its trace, never the step.
+
+    The profiler sees the thread that enters the block, and the backward passes that this thread starts."""
+    if step not in cfg.steps or rank not in cfg.ranks:
+        yield
+        return
+    profiler = _start()
+    try:
+        yield
+    except BaseException:
+        if profiler is not None:
+            _stop(profiler, None)
+        raise
+    if profiler is not None:
+        _stop(profiler, run_folder / "profile" / f"step_{step}_rank_{rank}.json.gz")
+
+
+def _start() -> Any:
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_initialized():  # else it would take memory of a GPU that the run does not use
+        activities.append(ProfilerActivity.CUDA)
+    try:
+        profiler = profile(activities=activities)
+        profiler.start()
+    except Exception as error:  # of drivers and of another profiler in this process
+        logger.warning("torch's profiler could not start: %s. The step is not profiled", error)
+        return None
+    return profiler
+
+
+def _stop(profiler: Any, file: Path | None) -> None:
+    try:
+        profiler.stop()
+        if file is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            partial = file.with_name(f".{file.name}")  # its suffix makes torch compress it
+            profiler.export_chrome_trace(str(partial))
+            os.replace(partial, file)
+            logger.info("profile: %s", file)
+    except Exception as error:  # a full disk, and whatever the profiler meets
+        logger.warning("the profile of a step could not be written: %s. The run continues", error)

@@ -143,8 +143,7 @@ class TokenFile:
         return self._starts[-1]
 
     def rows(self) -> Iterator[TokenRow]:
-        for number in range(len(self)):
-            yield self.row(number)
+        return map(self.row, range(len(self)))
 
     def row(self, number: int) -> TokenRow:
         """That of line `number` (from 0) of the samples of the step."""
@@ -200,15 +199,14 @@ def _columns(
     drawn = mine = None
     if "rollout_log_probs" in tensors:
         drawn = flat(tensors["rollout_log_probs"])
-        drawn = np.where(mask | (drawn != 0.0), drawn, np.nan)  # 0: a token the policy did not draw
+        # 0: a token the policy did not draw
+        columns["log_prob"] = drawn = np.where(mask | (drawn != 0.0), drawn, np.nan)
     if "log_probs" in outputs:
         mine = trained(outputs["log_probs"])
     elif "old_log_probs" in tensors and tensors["old_log_probs"] is not tensors.get("rollout_log_probs"):
         mine = trained(tensors["old_log_probs"])
-    if mine is not None or drawn is not None:
-        shown = drawn if mine is None else mine if drawn is None else np.where(np.isnan(mine), drawn, mine)
-        assert shown is not None
-        columns["log_prob"] = shown
+    if mine is not None:
+        columns["log_prob"] = mine if drawn is None else np.where(np.isnan(mine), drawn, mine)
     if "entropy" in outputs:
         columns["entropy"] = trained(outputs["entropy"])
     if mine is not None and drawn is not None:
@@ -264,12 +262,10 @@ def coded_texts(tokens: np.ndarray, lengths: Sequence[int], tokenizer: Any) -> t
     codes = (np.cumsum(drawn) - 1)[tokens]
     ids = np.flatnonzero(drawn).tolist()
     known = _known.setdefault(tokenizer, {})
-    byte_level = _is_byte_level(tokenizer)
+    byte_level = "ByteLevel" in repr(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None))
     new = [token for token in ids if token not in known]
-    if new:
-        known.update(
-            zip(new, (_byte_level_texts if byte_level else _added_texts)(new, tokenizer), strict=True)
-        )
+    new_texts = _byte_level_texts if byte_level else _added_texts
+    known.update(zip(new, new_texts(new, tokenizer), strict=True))
     texts = [known[token] for token in ids]
     if byte_level:
         return texts, codes
@@ -295,11 +291,6 @@ def _byte_letters() -> dict[str, bytes]:
 
 
 _BYTES = _byte_letters()
-
-
-def _is_byte_level(tokenizer: Any) -> bool:
-    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
-    return decoder is not None and "ByteLevel" in repr(decoder)
 
 
 def _byte_level_texts(ids: list[int], tokenizer: Any) -> list[bytes]:

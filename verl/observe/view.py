@@ -145,13 +145,16 @@ def overview(seen: Run, patterns: list[str] | None = None, *, samples: bool = Tr
     """Everything about one run, on about a screen."""
     from rich.console import Group
 
-    blocks: list[RenderableType] = [*_header(seen), styled(""), metrics_table(seen, patterns)]
-    found = notices(seen)
-    blocks.append(styled("\nfindings", "bold"))
-    for notice in found[:8]:
-        blocks.append(styled(f"{notice.when}: {notice.finding.line}", "yellow" if notice.recent else "dim"))
-    if not found:
-        blocks.append(styled("nothing to report", "dim"))
+    styles = {"run": "bold", "state": _STATE_STYLES.get(state_of(seen).name, "red")}
+    lines = [(f"{label:<13}{text}", styles.get(label, "")) for label, text in facts(seen)]
+    lines += [(f"note         {note}", "yellow") for note in notes(seen)]
+    blocks: list[RenderableType] = [styled(*line) for line in (*lines, ("", ""))]
+    blocks += [metrics_table(seen, patterns), styled("\nfindings", "bold")]
+    found = [
+        styled(f"{notice.when}: {notice.finding.line}", "yellow" if notice.recent else "dim")
+        for notice in notices(seen)[:8]
+    ]
+    blocks += found or [styled("nothing to report", "dim")]
     validation = not seen.samples("rollouts").steps()
     if samples and seen.samples("validation" if validation else "rollouts").steps():
         args = argparse.Namespace(step=None, best=1, worst=1, grep=None, uid=None, val=validation, limit=None)
@@ -160,14 +163,6 @@ def overview(seen: Run, patterns: list[str] | None = None, *, samples: bool = Tr
         )
         blocks += [sample_text(title, row, 400) for title, row in choose_samples(seen, args)]
     return Group(*blocks)
-
-
-def _header(seen: Run) -> Iterator[Text]:
-    styles = {"run": "bold", "state": _STATE_STYLES.get(state_of(seen).name, "red")}
-    for label, text in facts(seen):
-        yield styled(f"{label:<13}{text}", styles.get(label, ""))
-    for note in notes(seen):
-        yield styled(f"note         {note}", "yellow")
 
 
 def metrics_table(seen: Run, patterns: list[str] | None = None) -> RenderableType:
@@ -278,18 +273,12 @@ def _texts(row: dict[str, Any]) -> list[tuple[str, Any]]:
     turns = row.get("turns")
     responses = [("response", row.get("response"))]
     if isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns):
-        responses = [
-            (f"{number} {turn.get('role', '')}", _turn(turn)) for number, turn in enumerate(turns, 1)
-        ]
+        responses = []
+        for number, turn in enumerate(turns, 1):
+            reward = f"\n(reward {turn['reward']:g})" if isinstance(turn.get("reward"), int | float) else ""
+            responses.append((f"{number} {turn.get('role', '')}", f"{turn.get('content', '')}{reward}"))
     others = [(name, row.get(name)) for name in ("prompt", "ground_truth", "error")]
     return [others[0], *responses, *others[1:]]
-
-
-def _turn(turn: dict[str, Any]) -> str:
-    reward = turn.get("reward")
-    return f"{turn.get('content', '')}" + (
-        f"\n(reward {reward:g})" if isinstance(reward, int | float) else ""
-    )
 
 
 def sample_text(title: str, row: dict[str, Any], characters: int) -> RenderableType:

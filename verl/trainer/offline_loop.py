@@ -22,8 +22,7 @@ from verl.errors import CheckpointError
 from verl.observe.diagnoses import Finding, read_findings
 from verl.observe.health import HealthMonitor
 from verl.observe.live import live
-from verl.observe.metrics import Timer
-from verl.observe.profiling import profiled
+from verl.observe.metrics import Timer, profiled
 from verl.runtime import quiet_transformers, seed_everything
 from verl.trainer.early_stop import EarlyStop
 from verl.trainer.reward_padding import set_padding

@@ -18,8 +18,7 @@ from verl.errors import ConfigError
 from verl.models.lora import without_adapters
 from verl.models.weight_source import WeightSource
 from verl.observe.batch_metrics import ModelSize
-from verl.observe.metrics import Metric
-from verl.observe.profiling import profiled
+from verl.observe.metrics import Metric, profiled
 from verl.rollout import build_rollout
 from verl.workers.group import WorkerGroup
 from verl.workers.own_loss import LossFunction, engine_loss
