@@ -14,15 +14,14 @@ import pytest
 
 from verl import cli
 from verl.doctor.cli import as_config_needs, as_text, grouped, machine_probes, main, parse_target
-from verl.doctor.finding import Finding
-from verl.doctor.runner import Answer, Probe
+from verl.doctor.runner import Check, DoctorProbe, ProbeAnswer
 from verl.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def answer(*findings: Finding, section: str = "software") -> Answer:
-    return Answer(Probe("p", "m:f", section), list(findings))
+def answer(*findings: Check, section: str = "software") -> ProbeAnswer:
+    return ProbeAnswer(DoctorProbe("p", "m:f", section), list(findings))
 
 
 def typed(*words: str, **environment: str) -> tuple[int, str, str]:
@@ -130,11 +129,11 @@ def test_a_yaml_file_and_keys_are_a_config(tmp_path: Path) -> None:
 
 def test_what_the_config_needs_is_taken_seriously() -> None:
     answers = [
-        answer(Finding("config", "ok", "", data={"needs": ["ray", "peft"], "processes": 2})),
-        answer(Finding("ray", "note", "not installed", "pip install 'ray>=2'", "missing extras")),
-        answer(Finding("peft", "warning", "0.1 is installed")),
-        answer(Finding("hostname", "warning", "no address")),
-        answer(Finding("vllm", "warning", "cannot be imported")),
+        answer(Check("config", "ok", "", data={"needs": ["ray", "peft"], "processes": 2})),
+        answer(Check("ray", "note", "not installed", "pip install 'ray>=2'", "missing extras")),
+        answer(Check("peft", "warning", "0.1 is installed")),
+        answer(Check("hostname", "warning", "no address")),
+        answer(Check("vllm", "warning", "cannot be imported")),
     ]
     weighed = {a.findings[0].subject: a.findings[0] for a in as_config_needs(answers)}
     assert [weighed[name].status for name in ("ray", "peft", "hostname")] == ["fatal"] * 3
@@ -144,9 +143,9 @@ def test_what_the_config_needs_is_taken_seriously() -> None:
 def test_what_is_in_order_shares_a_line_and_what_is_not_has_its_own() -> None:
     lines = grouped(
         [
-            Finding("rich", "ok", "13.7", group="packages"),
-            Finding("numpy", "fatal", "broken"),
-            Finding("pyarrow", "ok", "17", group="packages"),
+            Check("rich", "ok", "13.7", group="packages"),
+            Check("numpy", "fatal", "broken"),
+            Check("pyarrow", "ok", "17", group="packages"),
         ]
     )
     assert [(line.subject, line.seen) for line in lines] == [
@@ -165,19 +164,19 @@ def test_missing_extras_are_named_as_pip_wants_them() -> None:
 
 
 def test_a_line_has_what_was_seen_and_how_to_fix_it() -> None:
-    text = as_text([answer(Finding("disk", "warning", "5 GiB free", "free some"))], 1.0)
+    text = as_text([answer(Check("disk", "warning", "5 GiB free", "free some"))], 1.0)
     assert " !  disk               5 GiB free\n" in text
     assert "-> free some" in text and text.endswith("Ready: a run can start; 1 warning (1 s)\n")
-    assert "\x1b[33m" in as_text([answer(Finding("disk", "warning", "x"))], 1.0, colour=True)
+    assert "\x1b[33m" in as_text([answer(Check("disk", "warning", "x"))], 1.0, colour=True)
 
 
 def test_control_characters_of_findings_are_written_out() -> None:
-    text = as_text([answer(Finding("a\x1b[2J", "fatal", "b\x1b[2J", "c\x1b[2J"))], 1.0)
+    text = as_text([answer(Check("a\x1b[2J", "fatal", "b\x1b[2J", "c\x1b[2J"))], 1.0)
     assert "\x1b" not in text and text.count("\\x1b[2J") == 4
 
 
 def test_the_verdict_names_what_to_fix() -> None:
-    text = as_text([answer(Finding("torch", "fatal", "x"), Finding("disk", "warning", "y"))], 2.0)
+    text = as_text([answer(Check("torch", "fatal", "x"), Check("disk", "warning", "y"))], 2.0)
     assert text.endswith("To fix first: torch; 1 warning (2 s)\n")
 
 

@@ -12,18 +12,18 @@ import pytest
 from verl.config import schema
 from verl.config.keys import schema_keys
 from verl.doctor import config
-from verl.doctor.finding import Finding
+from verl.doctor.runner import Check
 from verl.errors import ConfigError, VerlError
 from verl.observe.run_facts import config_class
 from verl.observe.run_folder import RunFolder
 
 
-def only(findings: object) -> Finding:
+def only(findings: object) -> Check:
     (finding,) = list(findings)  # type: ignore[call-overload]
     return finding
 
 
-def subjects(findings: object) -> dict[str, Finding]:
+def subjects(findings: object) -> dict[str, Check]:
     return {finding.subject: finding for finding in findings}  # type: ignore[attr-defined]
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from verl.config.model_path import hub_error
-from verl.doctor.finding import Finding
 from verl.doctor.machine import judge_hub
+from verl.doctor.runner import Check
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -40,7 +40,7 @@ def server() -> Iterator[tuple[type[Hub], str]]:
     found.server_close()
 
 
-def finding(variables: dict[str, str]) -> Finding:
+def finding(variables: dict[str, str]) -> Check:
     return judge_hub(variables, hub_error)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from verl.doctor.runner import Answer, Probe, run_groups
+from verl.doctor.runner import DoctorProbe, ProbeAnswer, run_groups
 
 HERE = Path(__file__).parent
 SHORT = 1.0  # only probes that never end are given this; the others end or the test fails by their absence
@@ -21,14 +21,14 @@ def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(HERE))
 
 
-def probe(function: str, name: str | None = None, limit_s: float = 240.0, **more: Any) -> Probe:
+def probe(function: str, name: str | None = None, limit_s: float = 240.0, **more: Any) -> DoctorProbe:
     arguments = more.pop("arguments", {})
-    return Probe(
+    return DoctorProbe(
         name or function, f"broken_probes:{function}", "software", limit_s, arguments=arguments, **more
     )
 
 
-def run(*groups: list[Probe]) -> list[Answer]:
+def run(*groups: list[DoctorProbe]) -> list[ProbeAnswer]:
     return run_groups(groups)
 
 
@@ -122,8 +122,9 @@ def test_an_interrupt_ends_the_children(tmp_path: Path) -> None:
         "import signal, sys; sys.path[:0] = [sys.argv[1]]\n"
         # Tests that run in a shell's background were told to ignore it, and what they start inherits that.
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from verl.doctor.runner import Probe, run_groups\n"
-        "probe = Probe('h', 'broken_probes:hangs_with_a_child', 'software', 3600.0, arguments={'file': sys.argv[2]})\n"
+        "from verl.doctor.runner import DoctorProbe, run_groups\n"
+        "arguments = {'file': sys.argv[2]}\n"
+        "probe = DoctorProbe('h', 'broken_probes:hangs_with_a_child', 'software', 3600.0, arguments=arguments)\n"
         "run_groups([[probe]])\n"
     )
     process = subprocess.Popen(

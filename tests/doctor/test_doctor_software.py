@@ -11,14 +11,13 @@ import pytest
 
 from verl.doctor import software
 from verl.doctor.cli import machine_probes
-from verl.doctor.finding import Finding
-from verl.doctor.runner import run_groups
+from verl.doctor.runner import Check, run_groups
 from verl.requirements import PackageRequirement, install_command, package_requirements
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def only(findings: object) -> Finding:
+def only(findings: object) -> Check:
     (finding,) = list(findings)  # type: ignore[call-overload]
     return finding
 

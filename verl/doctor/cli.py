@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl import __version__
-from verl.doctor.finding import Finding
-from verl.doctor.runner import Answer, Probe, run_groups
+from verl.doctor.runner import Check, DoctorProbe, ProbeAnswer, run_groups
 from verl.errors import ConfigError
 from verl.observe.terminal import escape_control, raw
 
@@ -31,14 +30,7 @@ DEFAULT_FOLDER = "checkpoints"
 SOFTWARE, MACHINE, CONFIG, RUN = "software", "machine", "this config", "this run"
 _MARKS = {"ok": ("ok", "32"), "note": (" -", "2"), "warning": (" !", "33"), "fatal": (" X", "31;1")}
 _NAME_WIDTH = 18
-_NOTHING_INSTALLED = Answer(
-    Probe("packages", "", SOFTWARE),
-    [
-        Finding(
-            "packages", "fatal", "verl's dependencies are not installed", "pip install -e . in the checkout"
-        )
-    ],
-)
+_NO_PACKAGES = "verl's dependencies are not installed"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -74,17 +66,16 @@ def run(args: argparse.Namespace) -> int:
     folder, arguments = parse_target(args.what)
     default = [word.partition("=")[2] for word in arguments if word.startswith("trainer.default_local_dir=")]
     # The core packages we need here.
-    installed = all(importlib.util.find_spec(name) is not None for name in ("packaging", "psutil"))
-    groups = (
-        []
-        if not installed
-        else machine_probes(str(folder or (default or [DEFAULT_FOLDER])[-1]), quick=args.quick)
-    )
-    if folder is not None and installed:
-        groups.insert(0, [_probe("run", "config:run_folder", RUN, path=str(folder))])
-    if arguments and installed:
-        groups.insert(0, config_probes(arguments))
-    answers = as_config_needs(run_groups(groups, args.timeout)) if groups else [_NOTHING_INSTALLED]
+    if all(importlib.util.find_spec(name) is not None for name in ("packaging", "psutil")):
+        groups = machine_probes(str(folder or (default or [DEFAULT_FOLDER])[-1]), quick=args.quick)
+        if folder is not None:
+            groups.insert(0, [_probe("run", "config:run_folder", RUN, path=str(folder))])
+        if arguments:
+            groups.insert(0, config_probes(arguments))
+        answers = as_config_needs(run_groups(groups, args.timeout))
+    else:
+        missing = Check("packages", "fatal", _NO_PACKAGES, "pip install -e . in the checkout")
+        answers = [ProbeAnswer(_probe("packages", "", SOFTWARE), [missing])]
     if args.json:
         write(as_json(answers) + "\n")
     else:
@@ -115,11 +106,11 @@ def parse_target(arguments: list[str]) -> tuple[Path | None, list[str]]:
 # -- the probes ---------------------------------------------------------------------------------------------------
 
 
-def _probe(label: str, target: str, section: str, **arguments: Any) -> Probe:
-    return Probe(label, f"verl.doctor.{target}", section, arguments=arguments)
+def _probe(label: str, target: str, section: str, **arguments: Any) -> DoctorProbe:
+    return DoctorProbe(label, f"verl.doctor.{target}", section, arguments=arguments)
 
 
-def machine_probes(folder: str, *, quick: bool = False) -> list[list[Probe]]:
+def machine_probes(folder: str, *, quick: bool = False) -> list[list[DoctorProbe]]:
     """Groups of probes, each run in one process. `folder`: where run folders go."""
     from verl.requirements import package_requirements
 
@@ -145,8 +136,8 @@ def machine_probes(folder: str, *, quick: bool = False) -> list[list[Probe]]:
     return [light, [torch, _probe("gpu", "software:gpus", MACHINE), packages["transformers"]], [ray], *extras]
 
 
-def _package_probe(package: PackageRequirement, quick: bool) -> Probe:
-    return Probe(
+def _package_probe(package: PackageRequirement, quick: bool) -> DoctorProbe:
+    return DoctorProbe(
         package.name,
         "verl.doctor.software:package",
         SOFTWARE,
@@ -157,7 +148,7 @@ def _package_probe(package: PackageRequirement, quick: bool) -> Probe:
     )
 
 
-def config_probes(arguments: list[str]) -> list[Probe]:
+def config_probes(arguments: list[str]) -> list[DoctorProbe]:
     """For the command line of a training command."""
     targets = {"config": "config", "model": "model", "data.train_files": "data", "data.val_files": "data"}
     probes = []
@@ -170,7 +161,7 @@ def config_probes(arguments: list[str]) -> list[Probe]:
     return probes
 
 
-def as_config_needs(answers: list[Answer]) -> list[Answer]:
+def as_config_needs(answers: list[ProbeAnswer]) -> list[ProbeAnswer]:
     """A warning about something optional is fatal where the config needs it."""
     needs: set[str] = set()
     for finding in (finding for answer in answers for finding in answer.findings):
@@ -178,19 +169,19 @@ def as_config_needs(answers: list[Answer]) -> list[Answer]:
         if finding.data.get("processes", 1) > 1:
             needs |= {"hostname", "ray cluster"}
 
-    def weighed(finding: Finding) -> Finding:
+    def weighed(finding: Check) -> Check:
         missing = finding.status == "warning" or finding.group == "missing extras"
         if finding.subject not in needs or not missing:
             return finding
         return replace(finding, status="fatal", group="", seen=f"{finding.seen}; this config needs it")
 
-    return [Answer(answer.probe, [weighed(f) for f in answer.findings]) for answer in answers]
+    return [ProbeAnswer(answer.probe, [weighed(f) for f in answer.findings]) for answer in answers]
 
 
 # -- the report ---------------------------------------------------------------------------------------------------
 
 
-def as_json(answers: Sequence[Answer]) -> str:
+def as_json(answers: Sequence[ProbeAnswer]) -> str:
     findings = [
         {"section": answer.probe.section, **{k: v for k, v in asdict(finding).items() if k != "group"}}
         for answer in answers
@@ -200,7 +191,7 @@ def as_json(answers: Sequence[Answer]) -> str:
     return json.dumps({"verl": __version__, "ok": ok, "findings": findings}, indent=1)
 
 
-def as_text(answers: Sequence[Answer], seconds: float, *, width: int = 110, colour: bool = False) -> str:
+def as_text(answers: Sequence[ProbeAnswer], seconds: float, *, width: int = 110, colour: bool = False) -> str:
     """One line per finding, by section, and a verdict."""
     lines = [f"verl {__version__} on this machine"]
     for section in (SOFTWARE, MACHINE, CONFIG, RUN):
@@ -216,9 +207,9 @@ def as_text(answers: Sequence[Answer], seconds: float, *, width: int = 110, colo
     return "\n".join([*lines, "", f"{verdict}; {warnings}"]) + "\n"
 
 
-def grouped(findings: Sequence[Finding]) -> list[Finding]:
+def grouped(findings: Sequence[Check]) -> list[Check]:
     """Findings of one group as one, in the place of the first."""
-    lines: dict[str, Finding] = {}
+    lines: dict[str, Check] = {}
     for number, finding in enumerate(findings):
         if not finding.group:
             lines[str(number)] = finding
@@ -234,7 +225,7 @@ def grouped(findings: Sequence[Finding]) -> list[Finding]:
     return list(lines.values())
 
 
-def _lines(finding: Finding, width: int, colour: bool) -> Iterator[str]:
+def _lines(finding: Check, width: int, colour: bool) -> Iterator[str]:
     mark, code = _MARKS[finding.status]
     indent = " " * (_NAME_WIDTH + 5)
     text_width = max(40, width - len(indent))

@@ -8,7 +8,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from verl.doctor.finding import Finding, Status, one_line, size
+from verl.doctor.runner import Check, Status, one_line, size
 from verl.errors import VerlError
 
 TRIED_ROWS = 64
@@ -42,7 +42,7 @@ def _config(*arguments: str) -> Any:
     return load_config(class_of(list(arguments)), list(arguments))
 
 
-def config(arguments: list[str]) -> Iterator[Finding]:
+def config(arguments: list[str]) -> Iterator[Check]:
     """The keys, what stops the run before it starts, and the estimate of memory."""
     from verl.config.machine import needed_packages
     from verl.config.parallelism import world_size
@@ -58,17 +58,17 @@ def config(arguments: list[str]) -> Iterator[Finding]:
         preflight(cfg)
     except VerlError as error:
         problems = str(error).splitlines()
-    yield from (Finding("config", "fatal", line, data=data) for line in problems)
+    yield from (Check("config", "fatal", line, data=data) for line in problems)
     if not problems:
         kind = _TRAINING[type(cfg).__name__]
         seen = f"{kind} on {result.device.name}, {processes} process(es): keys and batches are valid"
-        yield Finding("config", "ok", seen, data=data)
-    yield from (Finding("plan", "warning", line) for line in warnings(result) if line not in problems)
+        yield Check("config", "ok", seen, data=data)
+    yield from (Check("plan", "warning", line) for line in warnings(result) if line not in problems)
     peak = max(result.memory.phases, key=lambda phase: phase.total, default=None) if result.memory else None
     limit = result.device.memory
     if peak is not None and (limit is None or peak.total <= 0.9 * limit):  # above, the plan has warned
         of = f" of {size(limit)}" if limit else ""
-        yield Finding("plan", "ok", f"about {size(peak.total)}{of} at the peak ({peak.name}, an estimate)")
+        yield Check("plan", "ok", f"about {size(peak.total)}{of} at the peak ({peak.name}, an estimate)")
 
 
 def _model_section(cfg: Any) -> Any:
@@ -86,7 +86,7 @@ def _tokenizer(*arguments: str) -> Any:
     return load_tokenizer(model.tokenizer_path or model.path, model.trust_remote_code, cfg.data.chat_template)
 
 
-def model(arguments: list[str]) -> Iterator[Finding]:
+def model(arguments: list[str]) -> Iterator[Check]:
     """Tokenizer, chat template, and that the weight files hold what the architecture needs."""
     import torch
 
@@ -99,20 +99,20 @@ def model(arguments: list[str]) -> Iterator[Finding]:
             f"'{section.path}' is neither a folder nor in the Hugging Face cache: the run would download it"
         )
         fix = f"hf download {section.path}"
-        yield Finding("model", "warning", seen, fix, data={"needs": ["hugging face"]})
+        yield Check("model", "warning", seen, fix, data={"needs": ["hugging face"]})
         return
     tokenizer = _tokenizer(*arguments)
     options = {"trust_remote_code": section.trust_remote_code, "override_config": section.override_config}
     vocabulary = getattr(load_config(section.path, **options), "vocab_size", None)
     if isinstance(vocabulary, int) and len(tokenizer) > vocabulary:
         seen = f"it has {len(tokenizer)} tokens, the model's embedding {vocabulary}"
-        yield Finding("tokenizer", "fatal", seen, "use the tokenizer that came with the model")
+        yield Check("tokenizer", "fatal", seen, "use the tokenizer that came with the model")
         return
     if tokenizer.chat_template:
-        yield Finding("tokenizer", "ok", f"{len(tokenizer)} tokens, with a chat template")
+        yield Check("tokenizer", "ok", f"{len(tokenizer)} tokens, with a chat template")
     else:
         seen = f"{len(tokenizer)} tokens, no chat template: rows with messages are refused"
-        yield Finding("tokenizer", "note", seen, "data.chat_template=FILE, or data.apply_chat_template=never")
+        yield Check("tokenizer", "note", seen, "data.chat_template=FILE, or data.apply_chat_template=never")
     try:
         opened = open_causal_lm
         if class_of(arguments).__name__ == "RewardTrainingConfig":
@@ -120,14 +120,12 @@ def model(arguments: list[str]) -> Iterator[Finding]:
         empty_model, _ = opened(section.path, dtype=torch.float32, **options)
     except CannotStream as reason:
         if isinstance(reason, WeightsDiffer):
-            yield Finding(
-                "weights", "fatal", one_line(str(reason)), "take the files of one and the same model"
-            )
+            yield Check("weights", "fatal", one_line(str(reason)), "take the files of one and the same model")
         else:
-            yield Finding("weights", "note", f"not compared with the architecture: {one_line(str(reason))}")
+            yield Check("weights", "note", f"not compared with the architecture: {one_line(str(reason))}")
         return
     count = sum(parameter.numel() for parameter in empty_model.parameters())
-    yield Finding("weights", "ok", f"{count:,} parameters, all in the files", data={"parameters": count})
+    yield Check("weights", "ok", f"{count:,} parameters, all in the files", data={"parameters": count})
 
 
 def _in_cache(name: str) -> bool:
@@ -167,21 +165,21 @@ def _files(cfg: Any, key: str) -> list[str]:
     return files
 
 
-def data(arguments: list[str], key: str) -> Iterator[Finding]:
+def data(arguments: list[str], key: str) -> Iterator[Check]:
     """The files, and the first rows as the trainer reads them."""
     cfg = _config(*arguments)
     if not _files(cfg, key):
-        yield Finding(key, "note", "not set: there is no validation", "data.val_files=FILE")
+        yield Check(key, "note", "not set: there is no validation", "data.val_files=FILE")
         return
     try:
         dataset, count = _dataset(key, *arguments)
     except VerlError as error:
-        yield Finding(key, "fatal", one_line(str(error), 1200).removeprefix(f"{key}: "))
+        yield Check(key, "fatal", one_line(str(error), 1200).removeprefix(f"{key}: "))
         return
     batch = cfg.data.train_batch_size
     if key == "data.train_files" and "data.train_batch_size" in cfg.user_set and count < batch:
         seen = f"{count} rows, fewer than data.train_batch_size={batch}"
-        yield Finding(key, "fatal", seen, f"data.train_batch_size={count}, or more data")
+        yield Check(key, "fatal", seen, f"data.train_batch_size={count}, or more data")
         return
     item = dataset.items[0] if hasattr(dataset, "items") else dataset[0]
     if isinstance(item, dict):
@@ -189,10 +187,10 @@ def data(arguments: list[str], key: str) -> Iterator[Finding]:
     else:
         text = dataset.tokenizer.decode(item.rows[0][0] if hasattr(item, "rows") else item.input_ids)
     tried = min(TRIED_ROWS, count)
-    yield Finding(key, "ok", f"{count:,} rows; the first {tried} are valid, e.g. {one_line(str(text), 90)!r}")
+    yield Check(key, "ok", f"{count:,} rows; the first {tried} are valid, e.g. {one_line(str(text), 90)!r}")
 
 
-def reward(arguments: list[str]) -> Iterator[Finding]:
+def reward(arguments: list[str]) -> Iterator[Check]:
     """Call the reward function with the ground truth of a few rows as the response."""
     from verl.reward import build_reward_manager
     from verl.reward.managers import FunctionRewardManager
@@ -204,20 +202,18 @@ def reward(arguments: list[str]) -> Iterator[Finding]:
     section = dataclasses.replace(cfg.reward, num_workers=1, reward_model=type(cfg.reward.reward_model)())
     named = section.custom_reward_function.path or section.functions or section.judge.base_url
     if cfg.reward.reward_model.enable and not named:
-        yield Finding("reward", "note", f"reward model {cfg.reward.reward_model.model_path}: not loaded here")
+        yield Check("reward", "note", f"reward model {cfg.reward.reward_model.model_path}: not loaded here")
         return
     try:
         dataset, _ = _dataset("data.train_files", *arguments)
     except VerlError:
-        yield Finding("reward", "note", "not tried: data.train_files cannot be used")
+        yield Check("reward", "note", "not tried: data.train_files cannot be used")
         return
     manager = build_reward_manager(
         section, tokenizer=_tokenizer(*arguments), max_response_length=cfg.data.max_response_length
     )
     if not isinstance(manager, FunctionRewardManager):
-        yield Finding(
-            "reward", "note", f"your reward manager {cfg.reward.reward_manager.name}: not tried here"
-        )
+        yield Check("reward", "note", f"your reward manager {cfg.reward.reward_manager.name}: not tried here")
         return
     count = min(_SCORED_ROWS, len(dataset))
     try:
@@ -235,13 +231,13 @@ def reward(arguments: list[str]) -> Iterator[Finding]:
     elif not any(scores):
         seen += ": even the ground truth gets 0, the function may not read this data"
     good = bool(any(scores) and not failed)
-    yield Finding("reward", "ok" if good else "warning", seen, "" if good else "verl reward test")
+    yield Check("reward", "ok" if good else "warning", seen, "" if good else "verl reward test")
 
 
 # -- run folders --------------------------------------------------------------------------------------------------
 
 
-def run_folder(path: str) -> Iterator[Finding]:
+def run_folder(path: str) -> Iterator[Check]:
     """What became of the run, and whether its checkpoints are intact."""
     from verl.observe.run_reader import open_run, read_crash, state_of
 
@@ -249,21 +245,21 @@ def run_folder(path: str) -> Iterator[Finding]:
     state, crash = state_of(run), read_crash(run.path)
     fix = crash[1] if crash and state.name == "crashed" else ""
     bad = state.name in ("crashed", "killed", "stopped")
-    yield Finding("run", "warning" if bad else "ok", state.text, fix)
+    yield Check("run", "warning" if bad else "ok", state.text, fix)
     damaged = f"{run.log.damaged} lines of metrics.jsonl cannot be read" if run.log.damaged else ""
     if damaged or run.config_problem:
-        yield Finding("run files", "warning", run.config_problem or damaged)
+        yield Check("run files", "warning", run.config_problem or damaged)
     from verl.checkpoint.steps import list_steps, problems
 
     # Sizes and manifests only: `verl ckpt verify` reads every byte.
     entries = list_steps(run.path)
     broken = {entry.path.name: found[0] for entry in entries if (found := problems(entry, checksums=False))}
     if not entries:
-        yield Finding("checkpoints", "note", "none: a run that is stopped starts over", "trainer.save_freq=N")
+        yield Check("checkpoints", "note", "none: a run that is stopped starts over", "trainer.save_freq=N")
     elif broken:
         name, problem = next(iter(broken.items()))
         seen = f"{len(broken)} of {len(entries)} are damaged and skipped on resume; {name}: {problem}"
         status: Status = "fatal" if len(broken) == len(entries) else "warning"
-        yield Finding("checkpoints", status, seen, f"verl ckpt prune --damaged {path}")
+        yield Check("checkpoints", status, seen, f"verl ckpt prune --damaged {path}")
     else:
-        yield Finding("checkpoints", "ok", f"{len(entries)} intact, the newest {entries[0].path.name}")
+        yield Check("checkpoints", "ok", f"{len(entries)} intact, the newest {entries[0].path.name}")

@@ -18,52 +18,46 @@ from importlib import metadata
 from pathlib import Path
 
 from verl import __version__
-from verl.doctor.finding import Finding, Status, one_line, size
+from verl.doctor.runner import Check, Status, one_line, size
 from verl.requirements import PackageRequirement, install_command, installed_version
 
 _MODULES = {"hydra-core": "hydra", "megatron-core": "megatron.core"}
 _CUDA_BUILD = "install the build of torch for your CUDA: see pytorch.org/get-started"
 
 
-def python(version: Sequence[int] = sys.version_info[:3]) -> Iterator[Finding]:
+def python(version: Sequence[int] = sys.version_info[:3]) -> Iterator[Check]:
     seen = f"{'.'.join(map(str, version))} at {sys.executable}, {platform.system()} {platform.machine()}"
     if not (3, 11) <= tuple(version[:2]) < (3, 14):
         problem = f"{seen}: verl needs 3.11, 3.12 or 3.13"
-        yield Finding("python", "fatal", problem, "python3.12 -m venv .venv")
+        yield Check("python", "fatal", problem, "python3.12 -m venv .venv")
     else:
-        yield Finding("python", "ok", seen)
+        yield Check("python", "ok", seen)
 
 
 def package(
     name: str, versions: str, extra: str = "", load: bool = True, options: str = ""
-) -> Iterator[Finding]:
+) -> Iterator[Check]:
     """Whether a package is installed, in the accepted range, and (with `load`) importable."""
     package = PackageRequirement(name, versions, extra, options)
     install = f"pip install '{package.requirement}'"
     version, module = installed_version(name), _MODULES.get(name, name.replace("-", "_"))
     if version is None and not _is_here(module):
         group = "missing extras" if extra else "missing packages"
-        yield Finding(name, "note" if extra else "fatal", "not installed", install, group)
+        yield Check(name, "note" if extra else "fatal", "not installed", install, group)
         return
     serious: Status = "warning" if extra else "fatal"
     data = {"version": version, "accepted": versions}
     if version is not None and not package.accepts(version):
-        yield Finding(
-            name, serious, f"{version} is installed; verl works with {versions}", install, data=data
-        )
+        yield Check(name, serious, f"{version} is installed; verl works with {versions}", install, data=data)
         return
     try:
         if load:
             importlib.import_module(module)
     except BaseException as error:  # packages end a program on import, too
         seen = f"{version} is installed but cannot be imported: {one_line(error)}"
-        yield Finding(
-            name, serious, seen, f"pip install --force-reinstall '{package.requirement}'", data=data
-        )
+        yield Check(name, serious, seen, f"pip install --force-reinstall '{package.requirement}'", data=data)
         return
-    yield Finding(
-        name, "ok", version or "unknown version", group="extras" if extra else "packages", data=data
-    )
+    yield Check(name, "ok", version or "unknown version", group="extras" if extra else "packages", data=data)
 
 
 def _is_here(module: str) -> bool:
@@ -74,24 +68,24 @@ def _is_here(module: str) -> bool:
         return False
 
 
-def torch(versions: str) -> Iterator[Finding]:
+def torch(versions: str) -> Iterator[Check]:
     found = list(package("torch", versions))
     if found[0].status == "ok":
         cuda = importlib.import_module("torch").version.cuda
         build = f"for CUDA {cuda}" if cuda else "for CPU"
         seen = f"{found[0].seen} ({build}), accepted: {versions}"
-        found = [Finding("torch", "ok", seen, data={**found[0].data, "cuda": cuda})]
+        found = [Check("torch", "ok", seen, data={**found[0].data, "cuda": cuda})]
     yield from found
 
 
 # -- GPUs ---------------------------------------------------------------------------------------------------------
 
 
-def gpus() -> Iterator[Finding]:
+def gpus() -> Iterator[Check]:
     """What nvidia-smi reports, and whether torch can compute on it."""
     command = shutil.which("nvidia-smi")
     if command is None:
-        yield Finding("gpu", "note", "none seen: runs compute on the CPU")
+        yield Check("gpu", "note", "none seen: runs compute on the CPU")
         return
     try:
         listed = _ask(
@@ -101,7 +95,7 @@ def gpus() -> Iterator[Finding]:
     except (OSError, subprocess.SubprocessError) as error:
         printed = f"{getattr(error, 'stdout', '') or ''}{getattr(error, 'stderr', '') or ''}".strip()
         seen = f"nvidia-smi fails: {one_line(printed or error)}; runs would compute on the CPU"
-        yield Finding(
+        yield Check(
             "gpu", "warning", seen, "reboot or reinstall the driver (in a container: docker run --gpus all)"
         )
         return
@@ -123,42 +117,42 @@ def _ask(command: str, *options: str) -> str:
     ).stdout
 
 
-def judge_gpus(rows: list[list[str]], visible: str | None) -> Iterator[Finding]:
+def judge_gpus(rows: list[list[str]], visible: str | None) -> Iterator[Check]:
     """Rows of (index, name, total MiB, free MiB) as nvidia-smi prints them."""
     for index, name, *memory in rows:
         total, free = (int(cell) * 2**20 if cell.isdigit() else 0 for cell in memory)
         seen = f"{name}, {size(free)} free of {size(total)}"
         if free < 0.8 * total:
             seen += ": in use; a run plans with 90 % of it"
-            yield Finding(
+            yield Check(
                 f"gpu {index}", "warning", seen, "nvidia-smi shows the processes; or CUDA_VISIBLE_DEVICES=N"
             )
         else:
-            yield Finding(f"gpu {index}", "ok", seen, data={"total": total, "free": free})
+            yield Check(f"gpu {index}", "ok", seen, data={"total": total, "free": free})
     if visible is not None:
         hidden = visible.strip() in ("", "-1")
         seen = f"is {visible!r}" + (": it hides every GPU" if hidden else ": runs see only these GPUs")
         fix = "unset CUDA_VISIBLE_DEVICES" if hidden else ""
-        yield Finding("CUDA_VISIBLE_DEVICES", "warning" if hidden else "note", seen, fix)
+        yield Check("CUDA_VISIBLE_DEVICES", "warning" if hidden else "note", seen, fix)
 
 
-def judge_driver(count: int, driver: str | None, build: str | None, available: bool) -> Iterator[Finding]:
+def judge_driver(count: int, driver: str | None, build: str | None, available: bool) -> Iterator[Check]:
     if not count:
         return
     if build is None:
-        yield Finding("torch and gpu", "warning", f"{count} GPU here, but torch is a CPU build", _CUDA_BUILD)
+        yield Check("torch and gpu", "warning", f"{count} GPU here, but torch is a CPU build", _CUDA_BUILD)
         return
     seen = f"torch is built for CUDA {build}, the driver supports up to {driver or 'unknown'}"
     if driver is not None and int(build.split(".")[0]) > int(driver.split(".")[0]):
-        yield Finding("torch and gpu", "fatal", seen, f"update the driver, or {_CUDA_BUILD}")
+        yield Check("torch and gpu", "fatal", seen, f"update the driver, or {_CUDA_BUILD}")
     elif not available:
         fix = "python -c 'import torch; torch.zeros(1, device=\"cuda\")' shows why"
-        yield Finding("torch and gpu", "fatal", f"{seen}; torch.cuda.is_available() is False", fix)
+        yield Check("torch and gpu", "fatal", f"{seen}; torch.cuda.is_available() is False", fix)
     else:
-        yield Finding("torch and gpu", "ok", seen)
+        yield Check("torch and gpu", "ok", seen)
 
 
-def compute(device: str) -> Finding:
+def compute(device: str) -> Check:
     """A bf16 product whose result is known."""
     import torch
 
@@ -169,31 +163,29 @@ def compute(device: str) -> Finding:
         wrong = one_line(error)
     if wrong:
         fix = "look for errors in `dmesg` and `nvidia-smi -q`; trainer.device=cpu runs without it"
-        return Finding(f"compute on {device}", "fatal", wrong, fix)
-    return Finding(f"compute on {device}", "ok", "a bf16 product is right")
+        return Check(f"compute on {device}", "fatal", wrong, fix)
+    return Check(f"compute on {device}", "ok", "a bf16 product is right")
 
 
 # -- several processes --------------------------------------------------------------------------------------------
 
 
-def hostname(name: str | None = None) -> Iterator[Finding]:
+def hostname(name: str | None = None) -> Iterator[Check]:
     """Gloo, NCCL and Ray look the machine's own name up."""
     name = name or socket.gethostname()
     try:
         seen = f"{name} is {socket.getaddrinfo(name, None)[0][4][0]}"
-        yield Finding("hostname", "ok", seen)
+        yield Check("hostname", "ok", seen)
     except OSError as error:
         seen = f"{name!r} has no address, so processes cannot find each other: {error}"
-        yield Finding("hostname", "warning", seen, f"echo '127.0.1.1 {name}' >> /etc/hosts")
+        yield Check("hostname", "warning", seen, f"echo '127.0.1.1 {name}' >> /etc/hosts")
 
 
-def ray_cluster(address: str | None = None) -> Iterator[Finding]:
+def ray_cluster(address: str | None = None) -> Iterator[Check]:
     """Whether the cluster of RAY_ADDRESS answers."""
     address = os.environ.get("RAY_ADDRESS", "") if address is None else address
     if not address or address == "local":
-        yield Finding(
-            "ray cluster", "note", "RAY_ADDRESS is not set: runs on several processes start one here"
-        )
+        yield Check("ray cluster", "note", "RAY_ADDRESS is not set: runs on several processes start one here")
         return
     fix = (
         "unset RAY_ADDRESS to start one here, `ray start --head` there, or give the cluster's token "
@@ -209,17 +201,17 @@ def ray_cluster(address: str | None = None) -> Iterator[Finding]:
         nodes = [node for node in ray.nodes() if node["Alive"]]
         resources = ray.cluster_resources()
     except ImportError as error:
-        yield Finding(
+        yield Check(
             "ray cluster", "warning", f"RAY_ADDRESS={address}: {one_line(error)}", install_command("ray")
         )
     except Exception as error:  # sockets, version and token mismatches come as many classes
-        yield Finding(
+        yield Check(
             "ray cluster", "warning", f"RAY_ADDRESS={address} does not answer: {one_line(error)}", fix
         )
     else:
         cpus, gpu_count = resources.get("CPU", 0), resources.get("GPU", 0)
         seen = f"{address}: {len(nodes)} nodes, {cpus:g} CPUs, {gpu_count:g} GPUs"
-        yield Finding("ray cluster", "ok", seen, data={"nodes": len(nodes), "gpus": gpu_count})
+        yield Check("ray cluster", "ok", seen, data={"nodes": len(nodes), "gpus": gpu_count})
 
 
 # -- `verl --version` ---------------------------------------------------------------------------------------------
