@@ -28,7 +28,7 @@ _CONFIGS = {
     "plan": "PPOConfig",
     "doctor": "PPOConfig",
 }
-_OTHER_WORDS = ("completion", "--help", "--version")
+_OTHER_WORDS = dict.fromkeys(("completion", "--help", "--version"), ("", ""))
 
 _BASH = r"""# verl completion bash
 _verl() {
@@ -125,17 +125,14 @@ def suggest(words: list[str], programs: Programs) -> Iterator[Suggestion]:
         if before == ["completion"] and not name:
             yield from ((shell, "") for shell in SCRIPTS if shell.startswith(current))
         elif not before:
-            listed = [*commands, *(() if name else _OTHER_WORDS)]
-            yield from ((each, _about(commands.get(each))) for each in listed if each.startswith(current))
+            for word, entry in {**commands, **({} if name else _OTHER_WORDS)}.items():
+                if word.startswith(current):
+                    yield word, entry[1] if isinstance(entry, tuple) else ", ".join(entry)
         return
     found = list(_arguments(name, commands[0], before, current))
     if not found and name in _CONFIGS and (before or name != "fork"):  # after `fork` comes a run folder
         found = list(_keys(name, current))
     yield from found
-
-
-def _about(entry: Any) -> str:
-    return entry[1] if isinstance(entry, tuple) else ", ".join(entry or ())
 
 
 def _arguments(name: str, module: str, before: list[str], current: str) -> Iterator[Suggestion]:
@@ -194,7 +191,13 @@ def _keys(command: str, current: str) -> Iterator[Suggestion]:
     keys = schema_keys(kind)
     name, equals, value = typed.partition("=")
     if equals:
-        allowed = _names("recipes") if name == "recipe" and command == "train" else _values(keys.get(name))
+        allowed, key = [], keys.get(name)
+        if name == "recipe" and command == "train":
+            allowed = _names("recipes")
+        elif key is not None:
+            allowed = list(map(str, key.metadata["known"] or ())) or (
+                ["true", "false"] if key.type is bool else []
+            )
         yield from ((f"{prefix}{name}={each}", "") for each in allowed if each.startswith(value))
         return
     docs = {section: doc for section, (_, doc) in sections(kind).items()}
@@ -204,11 +207,3 @@ def _keys(command: str, current: str) -> Iterator[Suggestion]:
         word = f"{key.name[: len(typed)]}{rest[0]}{rest[1] or '='}"
         seen.setdefault(word, docs.get(word[:-1], "") if rest[1] else key.doc)
     yield from ((prefix + word, about) for word, about in seen.items() if word.startswith(typed))
-
-
-def _values(key: Any) -> list[str]:
-    if key is None:
-        return []
-    if key.metadata["known"]:
-        return [str(each) for each in key.metadata["known"]]
-    return ["true", "false"] if key.type is bool else []

@@ -10,7 +10,7 @@ from verl.demo import cli
 from verl.demo.data import write_files
 from verl.demo.model import build_model_folder, build_tokenizer
 from verl.demo.reward import compute_score
-from verl.demo.show import Answer, accuracy, answer_with_transformers, examples
+from verl.demo.show import DemoAnswer, accuracy, answer_with_transformers, examples
 from verl.errors import ConfigError
 
 
@@ -159,7 +159,7 @@ def test_answers_of_a_saved_folder_do_not_depend_on_the_others_in_the_batch(fold
 
 
 def answer(plan, right):
-    return Answer("p", "q", plan, "1", "#### 1", right)
+    return DemoAnswer("p", "q", plan, "#### 1", right)
 
 
 def test_accuracy_and_examples():

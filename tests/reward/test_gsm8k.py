@@ -11,7 +11,7 @@ import pytest
 
 from verl.errors import RewardError
 from verl.reward.scorers.gsm8k import compute_score, extract_answer
-from verl.reward.scorers.numbers import first_number, last_number, to_decimal
+from verl.reward.scorers.text import first_number, last_number, to_decimal
 
 LONG = "7" * 6000  # more digits than Python turns into an int
 

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from verl.reward.scorers import choice, code, gsm8k, json_schema, math, qa
-from verl.reward.scorers.blocks import blocks
 from verl.reward.scorers.math import quickly_equal
-from verl.reward.scorers.numbers import first_number, last_number, to_decimal
+from verl.reward.scorers.text import blocks, first_number, last_number, to_decimal
 
 numbers = st.decimals(min_value=-(10**12), max_value=10**12, places=3, allow_nan=False, allow_infinity=False)
 

@@ -20,7 +20,6 @@ from verl.reward.scorers import (
 from verl.reward.scorers import choice as choice_scorer
 from verl.reward.scorers import math as math_scorer
 from verl.reward.scorers.json_schema import compute_score as json_score
-from verl.reward.scorers.latex import last_boxed, normalise
 from verl.reward.scorers.shaping import (
     combine,
     length_between,
@@ -29,6 +28,7 @@ from verl.reward.scorers.shaping import (
     not_truncated,
     tagged,
 )
+from verl.reward.scorers.text import last_boxed, normalise
 
 LONG = "9" * 5000
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import shutil
 import tempfile
 import time
@@ -203,6 +202,7 @@ def choose_folder(wanted: Path | None, flag: str = "--out") -> Path:
     """Make a folder with nothing in it, so that no earlier run is resumed or overwritten."""
     try:
         if wanted is None:
+            HOME.mkdir(parents=True, exist_ok=True)
             return _next_free(HOME)
         wanted = wanted.expanduser()
         wanted.mkdir(parents=True, exist_ok=True)
@@ -217,12 +217,10 @@ def choose_folder(wanted: Path | None, flag: str = "--out") -> Path:
 
 
 def _next_free(home: Path) -> Path:
-    home.mkdir(parents=True, exist_ok=True)
-    for number in itertools.count(1):
-        folder = home / f"run-{number}"
+    number = 1
+    while True:
         try:
-            folder.mkdir()
+            (home / f"run-{number}").mkdir()
+            return home / f"run-{number}"
         except FileExistsError:
-            continue
-        return folder
-    raise AssertionError("unreachable")
+            number += 1

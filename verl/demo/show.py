@@ -29,42 +29,31 @@ _KINDS = {
 
 
 @dataclass(frozen=True)
-class Answer:
+class DemoAnswer:
     """One held-out problem and one answer to it."""
 
     prompt: str
     question: str
     plan: Plan
-    truth: str
     response: str
     right: bool
 
 
-def read_validation(run_folder: Path, step: int, held_out: Path) -> list[Answer]:
+def read_validation(run_folder: Path, step: int, held_out: Path) -> list[DemoAnswer]:
     """The answers a run gave in its validation at `step`, in the order of the held-out file."""
     import pyarrow.parquet as pq
 
-    rows = pq.read_table(held_out).to_pylist()
-    found = {row["prompt"]: row for row in read_jsonl(run_folder / "validation" / f"{step}.jsonl")}
+    given = list(read_jsonl(run_folder / "validation" / f"{step}.jsonl"))
     answers = []
-    for row in rows:
-        question = row["prompt"][0]["content"]
-        prompt = next(text for text in found if question in text)
-        given = found[prompt]
-        answers.append(
-            Answer(
-                prompt=prompt,
-                question=question,
-                plan=row["extra_info"]["plan"],
-                truth=row["reward_model"]["ground_truth"],
-                response=given["response"],
-                right=given["score"] == 1.0,
-            )
-        )
+    for row in pq.read_table(held_out).to_pylist():
+        question, plan = row["prompt"][0]["content"], row["extra_info"]["plan"]
+        answer = next(answer for answer in given if question in answer["prompt"])
+        right = answer["score"] == 1.0
+        answers.append(DemoAnswer(answer["prompt"], question, plan, answer["response"], right))
     return answers
 
 
-def accuracy(answers: Sequence[Answer], plan: Plan | None = None) -> float:
+def accuracy(answers: Sequence[DemoAnswer], plan: Plan | None = None) -> float:
     """The share of right answers, of one kind of question or of all."""
     chosen = [answer.right for answer in answers if plan in (None, answer.plan)]
     return sum(chosen) / len(chosen)
@@ -78,17 +67,15 @@ def answer_with_transformers(folder: Path, prompts: Sequence[str], longest: int 
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
     inputs = tokenizer(list(prompts), return_tensors="pt", padding=True, add_special_tokens=False)
+    tensors = {name: inputs[name] for name in ("input_ids", "attention_mask")}
     with torch.no_grad():
-        output = model.generate(
-            input_ids=inputs["input_ids"],
-            attention_mask=inputs["attention_mask"],
-            max_new_tokens=longest,
-            do_sample=False,
-        )
+        output = model.generate(**tensors, max_new_tokens=longest, do_sample=False)
     return tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-def examples(before: Sequence[Answer], after: Sequence[Answer]) -> list[tuple[Answer, Answer]]:
+def examples(
+    before: Sequence[DemoAnswer], after: Sequence[DemoAnswer]
+) -> list[tuple[DemoAnswer, DemoAnswer]]:
     """One problem of each kind, preferably one that was wrong before and is right now."""
     chosen = []
     for plan in PLANS:
@@ -152,20 +139,19 @@ def command(words: str, arguments: Sequence[str]) -> None:
     line(" \\\n".join(lines), typed=True)
 
 
-def samples(before: Sequence[Answer], after: Sequence[Answer]) -> None:
+def samples(before: Sequence[DemoAnswer], after: Sequence[DemoAnswer]) -> None:
     """One problem of each kind with its answers before and after."""
     from rich.text import Text
 
     for old, new in examples(before, after):
         line(f"  {old.question}")
         for when, answer in (("before", old), ("after ", new)):
-            mark = Text("right", "green") if answer.right else Text("wrong", "red")
-            shared_console().print(
-                Text(f"    {when}  ") + mark + Text(f"  {answer.response}"), soft_wrap=True
-            )
+            mark = ("right", "green") if answer.right else ("wrong", "red")
+            text = Text.assemble(f"    {when}  ", mark, f"  {answer.response}")
+            shared_console().print(text, soft_wrap=True)
 
 
-def results(before: Sequence[Answer], after: Sequence[Answer]) -> None:
+def results(before: Sequence[DemoAnswer], after: Sequence[DemoAnswer]) -> None:
     """The final table."""
     from rich.table import Table
 
@@ -199,27 +185,27 @@ def next_steps(out: Path, rl: Path) -> None:
 
 def next_commands(out: Path, rl: Path) -> list[tuple[str, list[str]]]:
     """What a command is for, and its words after the program's name."""
+    answers = str(rl / "validation" / "0.jsonl")
+    overrides = ("algorithm.adv_estimator=rloo", "trainer.total_training_steps=10")
+    overrides += ("trainer.experiment_name=rloo", f"trainer.default_local_dir={out / 'rloo'}")
     return [
-        (
-            "what it still gets wrong",
-            ["view", str(rl), "--val", "--worst", "3"],
-        ),
+        ("what it still gets wrong", ["view", str(rl), "--val", "--worst", "3"]),
         (
             "your own reward: change this file, then score the answers with it",
             [
-                *("reward", "test", "--fn", str(out / "reward.py")),
-                *("--data", str(rl / "validation" / "0.jsonl"), "--response-key", "response"),
+                "reward",
+                "test",
+                "--fn",
+                str(out / "reward.py"),
+                "--data",
+                answers,
+                "--response-key",
+                "response",
             ],
         ),
         (
             "another algorithm with the same model, data and reward (10 steps)",
-            [
-                *("train", "--config-path", str(rl), "--config-name", "config.yaml"),
-                "algorithm.adv_estimator=rloo",
-                "trainer.total_training_steps=10",
-                "trainer.experiment_name=rloo",
-                f"trainer.default_local_dir={out / 'rloo'}",
-            ],
+            ["train", "--config-path", str(rl), "--config-name", "config.yaml", *overrides],
         ),
     ]
 

@@ -30,8 +30,7 @@ import psutil
 from verl import processes
 from verl.config.sections.reward import SandboxConfig
 from verl.errors import RewardError
-from verl.reward.sandbox import seccomp
-from verl.reward.sandbox.program import End, Outcome, Program
+from verl.reward.sandbox import End, Outcome, Program, seccomp
 
 OUTPUT_LIMIT = 4 << 20
 _ERROR_LIMIT = 64 << 10
@@ -131,13 +130,11 @@ def find_python() -> str | None:
     ]
     for candidate in candidates:
         real = Path(os.path.realpath(candidate))
-        if real.is_file() and os.access(real, os.X_OK) and (not dropping or _open_to_all(real)):
+        if not real.is_file() or not os.access(real, os.X_OK):
+            continue
+        if not dropping or all(path.stat().st_mode & 0o001 for path in (real, *real.parents)):
             return str(real)
     return None
-
-
-def _open_to_all(path: Path) -> bool:
-    return all(folder.stat().st_mode & 0o001 for folder in path.parents) and bool(path.stat().st_mode & 0o001)
 
 
 def _run(program: Program, limits: SandboxConfig, isolated: bool) -> Outcome:
@@ -425,7 +422,5 @@ def describe() -> str:
     isolation = f"no isolation ({problem})"
     if problem is None:
         isolation = f"bubblewrap works, {'with' if seccomp.program() else 'without'} a system call filter"
-    limit = (
-        "a cgroup" if processes.cgroup_parent() else "a check every 0.1 s (no cgroup v2 to create groups in)"
-    )
-    return f"{isolation}; memory is limited by {limit}"
+    without = "a check every 0.1 s (no cgroup v2 to create groups in)"
+    return f"{isolation}; memory is limited by {'a cgroup' if processes.cgroup_parent() else without}"

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from verl.errors import RewardError
-from verl.reward.scorers.latex import last_boxed, normalise
+from verl.reward.scorers.text import last_boxed, normalise
 
 _LETTERS = "ABCDEFGHIJ"
 _STATED = re.compile(

@@ -19,8 +19,8 @@ from verl.errors import RewardError
 from verl.json_input import parse_json
 from verl.reward import sandbox
 from verl.reward.sandbox import Outcome, Program
-from verl.reward.scorers.blocks import blocks
 from verl.reward.scorers.code_tests import CallTest, StdinTest, call_passes, parse, same_output
+from verl.reward.scorers.text import blocks
 
 _FENCE, _END_FENCE = re.compile(r"```[ \t]*+([\w+-]*+)[ \t]*+\n"), re.compile("```")
 _BUDGET = 0.8

@@ -146,6 +146,9 @@ def _from_assertions(text: str, entry: str | None) -> Tests:
 
 
 _VIEWS = {"set": "set", "sorted": "sorted", "len": "len", "tuple": "", "list": ""}
+_MAKERS: dict[str, Callable[..., Any]] = {
+    "set": set, "frozenset": set, "sorted": sorted, "tuple": tuple, "list": list, "float": float,
+}  # fmt: skip
 
 
 def _assertion(test: ast.expr, names: set[str]) -> CallTest:
@@ -154,11 +157,12 @@ def _assertion(test: ast.expr, names: set[str]) -> CallTest:
     try:
         if isinstance(inner, ast.Compare) and len(inner.ops) == 1 and not negated:
             operator, right = inner.ops[0], inner.comparators[0]
-            if isinstance(operator, ast.Eq) or (
-                isinstance(operator, ast.Is) and isinstance(right, ast.Constant)
-            ):
-                view, call = _viewed(inner.left)
-                return _call(call, names, _literal(right), view)
+            constant = isinstance(operator, ast.Is) and isinstance(right, ast.Constant)
+            if isinstance(operator, ast.Eq) or constant:
+                call, view = inner.left, _VIEWS.get(_called(inner.left))
+                if view is not None and isinstance(call, ast.Call) and len(call.args) == 1:
+                    return _call(call.args[0], names, _literal(right), view)
+                return _call(call, names, _literal(right), "")
         if isinstance(inner, ast.Call):
             if isinstance(inner.func, ast.Attribute) and inner.func.attr == "isclose" and not negated:
                 return _call(inner.args[0], names, _literal(inner.args[1]), "")
@@ -171,17 +175,6 @@ def _assertion(test: ast.expr, names: set[str]) -> CallTest:
     )
 
 
-def _viewed(node: ast.expr) -> tuple[str, ast.expr]:
-    if (
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Name)
-        and node.func.id in _VIEWS
-        and len(node.args) == 1
-    ):
-        return _VIEWS[node.func.id], node.args[0]
-    return "", node
-
-
 def _call(node: ast.expr, names: set[str], expected: Any, view: str) -> CallTest:
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
         raise ValueError("not a plain call")
@@ -192,29 +185,22 @@ def _call(node: ast.expr, names: set[str], expected: Any, view: str) -> CallTest
 
 def _literal(node: ast.expr) -> Any:
     """A literal's value; also set([...]), sorted([...]), tuple(...) and float('inf') of literals."""
-    if (
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Name)
-        and len(node.args) <= 1
-        and not node.keywords
-    ):
-        makers: dict[str, Callable[..., Any]] = {
-            "set": set, "frozenset": set, "sorted": sorted, "tuple": tuple, "list": list, "float": float,
-        }  # fmt: skip
-        if node.func.id in makers:
-            return makers[node.func.id](*(ast.literal_eval(arg) for arg in node.args))
+    maker = _MAKERS.get(_called(node))
+    if maker is not None and isinstance(node, ast.Call) and len(node.args) <= 1 and not node.keywords:
+        return maker(*(ast.literal_eval(arg) for arg in node.args))
     return ast.literal_eval(node)
+
+
+def _called(node: ast.expr) -> str:
+    """The plain name that an expression calls, if it does."""
+    return node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
 
 
 def _wire(value: Any) -> Any:
     """A form of an argument that JSON preserves."""
-    if isinstance(value, tuple | set | frozenset | bytes | complex):
+    if isinstance(value, tuple | set | frozenset | bytes | complex | dict):
         return {"__python__": repr(value)}
-    if isinstance(value, list):
-        return [_wire(item) for item in value]
-    if isinstance(value, dict):
-        return {"__python__": repr(value)}
-    return value
+    return [_wire(item) for item in value] if isinstance(value, list) else value
 
 
 # ---- comparing

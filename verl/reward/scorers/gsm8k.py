@@ -10,7 +10,7 @@ from decimal import Decimal
 from typing import Any
 
 from verl.errors import RewardError
-from verl.reward.scorers.numbers import first_number, last_number
+from verl.reward.scorers.text import first_number, last_number
 
 MARKER = "####"
 METHODS = ("strict", "flexible")

@@ -20,7 +20,7 @@ from referencing.jsonschema import specification_with
 
 from verl.errors import RewardError
 from verl.json_input import check_nesting
-from verl.reward.scorers.blocks import blocks
+from verl.reward.scorers.text import blocks
 
 _FENCE, _END_FENCE = re.compile(r"```(?:json)?\s*\n", re.IGNORECASE), re.compile("```")
 _OPENING = re.compile(r"[{\[]")

@@ -6,6 +6,7 @@ expressions keep a computer algebra system busy for ever. An answer that cannot 
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import logging
 import re
@@ -18,8 +19,7 @@ from verl.config.sections.reward import RewardConfig
 from verl.requirements import install_command
 from verl.reward.base import RewardSample
 from verl.reward.functions import FunctionSpec
-from verl.reward.scorers.latex import last_boxed, normalise, split_top_level
-from verl.reward.scorers.numbers import to_decimal
+from verl.reward.scorers.text import last_boxed, normalise, split_top_level, to_decimal
 
 _log = logging.getLogger(__name__)
 
@@ -86,7 +86,10 @@ def quickly_equal(left: str, right: str) -> bool | None:
         return False
     left_value, right_value = _value(left), _value(right)
     if left_value is not None and right_value is not None:
-        return _same_number(left, left_value, right, right_value)
+        exact = isinstance(left_value, Fraction) and isinstance(right_value, Fraction)
+        if left_value != right_value and exact and ("%" in left) != ("%" in right):
+            return left_value == right_value * 100 or left_value * 100 == right_value  # 50% is 50 and is 0.5
+        return left_value == right_value
     pairs = _elements(left), _elements(right)
     if pairs[0] is not None and pairs[1] is not None:
         if pairs[0][0] != pairs[1][0] or len(pairs[0][1]) != len(pairs[1][1]):
@@ -96,20 +99,6 @@ def quickly_equal(left: str, right: str) -> bool | None:
     if re.fullmatch(r"[a-zA-Z]{2,}", left) and re.fullmatch(r"[a-zA-Z]{2,}", right):
         return left.lower() == right.lower()
     return None
-
-
-def _same_number(
-    left: str, left_value: Fraction | Decimal, right: str, right_value: Fraction | Decimal
-) -> bool:
-    if left_value == right_value:
-        return True
-    if (
-        isinstance(left_value, Fraction)
-        and isinstance(right_value, Fraction)
-        and ("%" in left) != ("%" in right)
-    ):
-        return left_value == right_value * 100 or left_value * 100 == right_value  # 50% is 50 and is 0.5
-    return False
 
 
 def _value(text: str) -> Fraction | Decimal | None:
@@ -155,7 +144,6 @@ def _elements(text: str) -> tuple[str, list[str]] | None:
 
 _lock = threading.Lock()
 verifier: Any = None
-_warned = False
 
 
 def symbolically_equal(left: str, right: str) -> bool:
@@ -174,14 +162,12 @@ def symbolically_equal(left: str, right: str) -> bool:
     return result.score == 1.0
 
 
+@functools.cache
 def _available() -> bool:
-    global _warned
     if importlib.util.find_spec("math_verify") is not None:
         return True
-    if not _warned:
-        _warned = True
-        _log.warning(
-            "math-verify is not installed: answers that differ as text and as numbers count as wrong. Install: %s",
-            install_command("math"),
-        )
+    _log.warning(
+        "math-verify is not installed: answers that differ as text and as numbers count as wrong. Install: %s",
+        install_command("math"),
+    )
     return False

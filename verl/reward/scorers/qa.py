@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Any
 
 from verl.errors import RewardError
-from verl.reward.scorers.blocks import blocks
+from verl.reward.scorers.text import blocks
 
 METRICS = ("em", "f1", "contains")
 _TAG, _END_TAG = re.compile("<answer>", re.IGNORECASE), re.compile("</answer>", re.IGNORECASE)
@@ -41,7 +41,8 @@ def compute_score(solution_str: str, ground_truth: Any, metric: str = "em") -> d
     truths = accepted(ground_truth)
     em = max(float(normalise(answer) == normalise(truth)) for truth in truths)
     f1 = max(token_f1(answer, truth) for truth in truths)
-    contains = max(float(_contains(answer, truth)) for truth in truths)
+    words = [normalise(truth) for truth in truths]
+    contains = float(any(wanted and f" {wanted} " in f" {normalise(answer)} " for wanted in words))
     score = {"em": em, "f1": f1, "contains": contains}[metric]
     return {"score": score, "acc": em, "f1": f1, "pred": answer[:128]}
 
@@ -97,8 +98,3 @@ def token_f1(answer: str, truth: str) -> float:
         return 0.0
     precision, recall = shared / len(left), shared / len(right)
     return 2 * precision * recall / (precision + recall)
-
-
-def _contains(answer: str, truth: str) -> bool:
-    wanted = normalise(truth)
-    return bool(wanted) and f" {wanted} " in f" {normalise(answer)} "

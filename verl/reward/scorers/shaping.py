@@ -53,17 +53,8 @@ def combine(**components: tuple[Component, float] | Component) -> Component:
         **columns: Any,
     ) -> dict[str, Any]:
         columns.pop("response", None)
-        sample = RewardSample(
-            0,
-            prompt,
-            solution_str,
-            ground_truth,
-            data_source,
-            extra_info or {},
-            columns,
-            response_length,
-            truncated,
-        )
+        about = (ground_truth, data_source, extra_info or {}, columns, response_length, truncated)
+        sample = RewardSample(0, prompt, solution_str, *about)
         total = 0.0
         extra: dict[str, Any] = {}
         for name, (function, weight) in bound.items():

@@ -23,7 +23,7 @@ def compute_score(solution_str: str, ground_truth: Any) -> dict[str, Any]:
     expected = Counter(_key(call) for call in _truth(ground_truth))
     made = Counter(_made(solution_str))
     score = _shared(expected, made)
-    names = _shared(_names(expected), _names(made))
+    names = _shared(*(Counter(name for name, _ in calls.elements()) for calls in (expected, made)))
     return {"score": score, "acc": float(score == 1.0), "names": names, "pred": str(sorted(made.elements()))}
 
 
@@ -31,13 +31,6 @@ def _shared(expected: Counter[Any], made: Counter[Any]) -> float:
     """1 where both are empty."""
     total = max(expected.total(), made.total())
     return (expected & made).total() / total if total else 1.0
-
-
-def _names(calls: Counter[tuple[str, str]]) -> Counter[str]:
-    names: Counter[str] = Counter()
-    for (name, _), count in calls.items():
-        names[name] += count
-    return names
 
 
 def _made(text: str) -> list[tuple[str, str]]:
