@@ -6,6 +6,7 @@ and its control characters are written out.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import math
@@ -15,7 +16,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import cache
 from typing import IO, TYPE_CHECKING, Any
 
@@ -25,11 +25,12 @@ from rich.segment import Segment
 from rich.text import Text
 
 from verl.observe.diagnoses import validation_summary
+from verl.observe.jsonl import plain
 from verl.observe.live import Snapshot, live
 from verl.observe.terminal import SafeStream, escape_control, protect_terminal, raw
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
+    from rich.progress import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -241,6 +242,15 @@ class StepConsole:
             self._last = line
             self._live.refresh()
 
+    def log_samples(self, step: int, rows: list[Any]) -> None:
+        """The first few samples as text."""
+        for row in rows:
+            texts = {name: repr(plain(value)) for name, value in row.items()}
+            short = (
+                f"{name}={text if len(text) <= 160 else text[:157] + '...'}" for name, text in texts.items()
+            )
+            self.note(f"step {step} sample  {'  '.join(short)}")
+
     def note(self, text: str) -> None:
         """A message between steps, above the live display if there is one."""
         self.console.print(Text(text))
@@ -266,41 +276,33 @@ class StepConsole:
 
 
 class Counter:
-    """Counts up to `total`; `about` is shown next to it."""
+    """Counts up to `total`; `about` is shown next to it: on a bar, or in a line of the log from time to time."""
 
-    def __init__(self, title: str, total: int, done: int, bar: Progress | None) -> None:
+    def __init__(self, title: str, total: int, done: int, bar: Progress) -> None:
         self.title, self.total, self.done = title, total, done
-        self._bar = bar
-        self._task: TaskID | None = None
-        self._last_line = time.monotonic()
-        if bar is not None:
-            self._task = bar.add_task(title, total=total, completed=done, about="")
+        self._bar, self._last_line = bar, time.monotonic()
+        self._task = bar.add_task(title, total=total, completed=done, about="")
 
     def advance(self, count: int = 1, about: str = "") -> None:
         self.done += count
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=self.done, about=about)
-        elif time.monotonic() - self._last_line > LINE_S:
+        self._bar.update(self._task, completed=self.done, about=about)
+        if self._bar.disable and time.monotonic() - self._last_line > LINE_S:
             self._last_line = time.monotonic()
             logger.info("%s %d/%d%s", self.title, self.done, self.total, f"  {about}" if about else "")
 
 
-@contextmanager
+@contextlib.contextmanager
 def counting(title: str, total: int, done: int = 0) -> Iterator[Counter]:
     """A counter that is shown while the block runs."""
-    console = shared_console()
-    if not console.is_terminal:
-        yield Counter(title, total, done, None)
-        return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    title_column, about_column = (
-        TextColumn(text, markup=False) for text in ("{task.description}", "{task.fields[about]}")
-    )
-    columns = (title_column, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), about_column)
-    bar = Progress(*columns, console=console, transient=True)
-    start_live(bar.live)
-    try:
+    console = shared_console()
+    about = TextColumn("{task.fields[about]}", markup=False)
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), about)
+    name = TextColumn("{task.description}", markup=False)
+    bar = Progress(name, *columns, console=console, transient=True, disable=not console.is_terminal)
+    with contextlib.ExitStack() as stack:
+        if console.is_terminal:
+            start_live(bar.live)
+            stack.callback(bar.stop)
         yield Counter(title, total, done, bar)
-    finally:
-        bar.stop()

@@ -135,6 +135,12 @@ def jsonable(value: Any) -> Any:
     return str(value)
 
 
+def plain(value: Any) -> Any:
+    """What a cell of a table can hold: a number or a text."""
+    value = jsonable(value)
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+
+
 def encoded(plain: Any, separators: tuple[str, str] | None = None) -> bytes:
     """JSON in UTF-8; half of a surrogate pair, which JSON text can hold and UTF-8 cannot, stays an escape."""
     try:

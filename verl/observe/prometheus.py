@@ -107,13 +107,17 @@ class PrometheusTracker(Tracker, Collector):
         folder: Path | None = None,
         device: str = "auto",
     ) -> None:
+        if device == "auto":
+            import torch
+
+            device = "cuda" if torch.cuda.is_available() else "cpu"
         self._run = {"project": project, "experiment": experiment}
         self._build = {
             **self._run,
             "version": __version__,
             "torch": importlib.metadata.version("torch"),
             "python": platform.python_version(),
-            "device": _device(device),
+            "device": device,
         }
         self._newest: dict[str, float] = {}
         self._counts = Counts(None if folder is None else folder / "counters.json")
@@ -198,9 +202,3 @@ class PrometheusTracker(Tracker, Collector):
                 buckets = list(zip(bounds, accumulate(numbers), strict=True))
                 labels = [*where, label] if METRICS[name].label else where
                 family.add_metric(labels, buckets=buckets, sum_value=total)
-
-
-def _device(wanted: str) -> str:
-    import torch
-
-    return ("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted

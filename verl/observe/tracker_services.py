@@ -20,10 +20,10 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from verl.errors import ConfigError, VerlError, missing_package
-from verl.observe.jsonl import jsonable
+from verl.observe.jsonl import jsonable, plain
 from verl.observe.run_facts import flat_config
 from verl.observe.run_folder import RunFolder
-from verl.observe.trackers import Tracker, numbers, plain
+from verl.observe.trackers import Tracker, numbers
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 from verl.config.known import LOGGERS
 from verl.errors import ConfigError
 from verl.observe.console import StepConsole
-from verl.observe.jsonl import jsonable
 
 if TYPE_CHECKING:
     from verl.observe.diagnoses import Finding
@@ -86,7 +85,7 @@ def build_trackers(
         if name in _registered:
             built[name] = _registered[name](project, experiment, config, run_folder)
         elif name == "console":
-            built[name] = ConsoleTracker(StepConsole(total_steps, live=live, title=f"{project}/{experiment}"))
+            built[name] = StepConsole(total_steps, live=live, title=f"{project}/{experiment}")
         elif name != "file":
             from verl.observe.tracker_services import Background, open_service
 
@@ -121,8 +120,8 @@ class FanOut:
     def note(self, text: str) -> None:
         """A message: on the console where it is a logger, else in the log."""
         console = self.trackers.get("console")
-        if isinstance(console, ConsoleTracker):
-            console.console.note(text)
+        if isinstance(console, StepConsole):
+            console.note(text)
         else:
             logger.info("%s", text)
 
@@ -157,35 +156,6 @@ class FileTracker(Tracker):
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._run_folder.append_metrics(step, metrics, self.findings)
-
-
-class ConsoleTracker(Tracker):
-    """Lines or the live display; of samples, the first few as text."""
-
-    def __init__(self, console: StepConsole) -> None:
-        self.console = console
-
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        self.console.log(step, metrics)
-
-    def log_samples(self, step: int, rows: list[Any]) -> None:
-        for row in rows:
-            fields = "  ".join(f"{name}={_shorten(value)}" for name, value in row.items())
-            self.console.note(f"step {step} sample  {fields}")
-
-    def close(self) -> None:
-        self.console.close()
-
-
-def _shorten(value: Any, limit: int = 160) -> str:
-    text = repr(plain(value))
-    return text if len(text) <= limit else text[: limit - 3] + "..."
-
-
-def plain(value: Any) -> Any:
-    """What a cell of a table can hold: a number or a text."""
-    value = jsonable(value)
-    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -355,14 +355,14 @@ def follow(
 # -- output -------------------------------------------------------------------------------------------------------
 
 
-def make_console(width: int | None = None) -> Console:
+def make_console() -> Console:
     """As wide as the terminal; plain text and a fixed width where output is piped."""
     from verl.observe.console import SafeConsole
 
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
-    console = SafeConsole(width=width)
-    return console if console.is_terminal else SafeConsole(width=width or PIPE_WIDTH, color_system=None)
+    console = SafeConsole()
+    return console if console.is_terminal else SafeConsole(width=PIPE_WIDTH, color_system=None)
 
 
 def write(console: Console, what: RenderableType) -> None:
