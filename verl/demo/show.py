@@ -186,8 +186,8 @@ def next_steps(out: Path, rl: Path) -> None:
 def next_commands(out: Path, rl: Path) -> list[tuple[str, list[str]]]:
     """What a command is for, and its words after the program's name."""
     answers = str(rl / "validation" / "0.jsonl")
-    overrides = ("algorithm.adv_estimator=rloo", "trainer.total_training_steps=10")
-    overrides += ("trainer.experiment_name=rloo", f"trainer.default_local_dir={out / 'rloo'}")
+    overrides = ["algorithm.adv_estimator=rloo", "trainer.total_training_steps=10"]
+    overrides += ["trainer.experiment_name=rloo", f"trainer.default_local_dir={out / 'rloo'}"]
     return [
         ("what it still gets wrong", ["view", str(rl), "--val", "--worst", "3"]),
         (
