@@ -102,9 +102,8 @@ Prints a script for the shell. To use it in every new shell:
 def main(arguments: list[str], programs: Programs) -> int:
     if arguments[:1] == ["suggest"]:
         words = arguments[1:] or [""]
-        sys.stdout.writelines(
-            f"{word}\t{' '.join(about.split())}\n" for word, about in suggest(words, programs)
-        )
+        for word, about in suggest(words, programs):
+            sys.stdout.write(f"{word}\t{' '.join(about.split())}\n")
         return 0
     if len(arguments) == 1 and arguments[0] in SCRIPTS:
         sys.stdout.write(SCRIPTS[arguments[0]])
@@ -150,10 +149,8 @@ def _arguments(name: str, module: str, before: list[str], current: str) -> Itera
     if waiting is not None and waiting.nargs != 0:
         yield from ((str(each), "") for each in waiting.choices or () if str(each).startswith(current))
     elif current.startswith("-"):
-        for option in parser._actions:
-            yield from (
-                (word, option.help or "") for word in option.option_strings if word.startswith(current)
-            )
+        words = ((word, option.help or "") for option in parser._actions for word in option.option_strings)
+        yield from ((word, about) for word, about in words if word.startswith(current))
     elif not before and name in ("recipes", "prepare"):
         yield from ((each, "") for each in _names(name) if each.startswith(current))
 

@@ -30,12 +30,10 @@ _EXAMPLE_FILES = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--seed", type=int, default=0, help="of weights, data, shuffling and sampling (default 0)"
-    )
-    parser.add_argument(
-        "--out", type=Path, help=f"a new or empty folder; default: the next free {HOME}/run-N"
-    )
+    seed_help = "of weights, data, shuffling and sampling (default 0)"
+    parser.add_argument("--seed", type=int, default=0, help=seed_help)
+    out_help = f"a new or empty folder; default: the next free {HOME}/run-N"
+    parser.add_argument("--out", type=Path, help=out_help)
     parser.add_argument(
         "--files",
         type=Path,
@@ -66,9 +64,8 @@ def run(args: argparse.Namespace) -> int:
     parameters = build_model_folder(out / "model", args.seed)
     files = write_files(out / "data", args.seed)
     reward = Path(shutil.copy(REWARD_FILE, out / "reward.py"))
-    show.line(
-        f"{parameters:,} random weights in {out / 'model'}; problems and demonstrations in {out / 'data'}"
-    )
+    written = f"{parameters:,} random weights in {out / 'model'}"
+    show.line(f"{written}; problems and demonstrations in {out / 'data'}")
 
     show.headline("2  imitation: fine-tuning on demonstrations that calculate well and read badly")
     arguments = sft_arguments(out / "model", files, out / "sft", args.seed)

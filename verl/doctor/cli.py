@@ -229,16 +229,13 @@ def _lines(finding: Check, width: int, colour: bool) -> Iterator[str]:
     mark, code = _MARKS[finding.status]
     indent = " " * (_NAME_WIDTH + 5)
     text_width = max(40, width - len(indent))
-    first, *rest = textwrap.wrap(
-        escape_control(finding.seen), text_width, break_long_words=False, break_on_hyphens=False
-    ) or [""]
+    lines = textwrap.TextWrapper(text_width, break_long_words=False, break_on_hyphens=False)
+    first, *rest = lines.wrap(escape_control(finding.seen)) or [""]
     painted = f"\x1b[{code}m{mark}\x1b[0m" if colour else mark
     yield f"{painted}  {escape_control(finding.subject):<{_NAME_WIDTH}} {first}"
     if finding.fix and finding.status != "ok":
-        fix = textwrap.wrap(
-            escape_control(finding.fix), text_width - 3, break_long_words=False, break_on_hyphens=False
-        )
-        rest += [("-> " if number == 0 else "   ") + line for number, line in enumerate(fix)]
+        lines.initial_indent, lines.subsequent_indent = "-> ", "   "
+        rest += lines.wrap(escape_control(finding.fix))
     yield from (indent + line for line in rest)
 
 

@@ -95,11 +95,9 @@ def model(arguments: list[str]) -> Iterator[Check]:
 
     section = _model_section(_config(*arguments))
     if not Path(section.path).expanduser().is_dir() and not _in_cache(section.path):
-        seen = (
-            f"'{section.path}' is neither a folder nor in the Hugging Face cache: the run would download it"
-        )
-        fix = f"hf download {section.path}"
-        yield Check("model", "warning", seen, fix, data={"needs": ["hugging face"]})
+        where = f"'{section.path}' is neither a folder nor in the Hugging Face cache"
+        needs, fix = {"needs": ["hugging face"]}, f"hf download {section.path}"
+        yield Check("model", "warning", f"{where}: the run would download it", fix, data=needs)
         return
     tokenizer = _tokenizer(*arguments)
     options = {"trust_remote_code": section.trust_remote_code, "override_config": section.override_config}

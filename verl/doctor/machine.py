@@ -71,14 +71,12 @@ def shared_memory(path: str = "/dev/shm") -> Iterator[Check]:
 def judge_shared_memory(path: str, total: int, free: int, writable: bool = True) -> Check:
     seen, name = f"{path}: {size(free)} free of {size(total)}", "shared memory"
     if not writable:
-        return Check(
-            name, "warning", f"{seen}, not writable: weights go through the disk", f"chmod 1777 {path}"
-        )
+        closed = f"{seen}, not writable: weights go through the disk"
+        return Check(name, "warning", closed, f"chmod 1777 {path}")
     if total < _GIB:
         small = f"{seen}: too small for several processes (Ray, vLLM), which die with 'bus error'"
-        return Check(
-            name, "warning", small, f"docker run --shm-size=16g ..., or mount -o remount,size=16g {path}"
-        )
+        fix = f"docker run --shm-size=16g ..., or mount -o remount,size=16g {path}"
+        return Check(name, "warning", small, fix)
     if free < _SYNC_BUFFERS:
         full = f"{seen}: a weight sync to vLLM or SGLang needs {size(_SYNC_BUFFERS)}"
         return Check(name, "warning", full, f"look for files of dead programs: ls -lt {path}")

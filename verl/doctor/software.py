@@ -27,11 +27,10 @@ _CUDA_BUILD = "install the build of torch for your CUDA: see pytorch.org/get-sta
 
 def python(version: Sequence[int] = sys.version_info[:3]) -> Iterator[Check]:
     seen = f"{'.'.join(map(str, version))} at {sys.executable}, {platform.system()} {platform.machine()}"
-    if not (3, 11) <= tuple(version[:2]) < (3, 14):
-        problem = f"{seen}: verl needs 3.11, 3.12 or 3.13"
-        yield Check("python", "fatal", problem, "python3.12 -m venv .venv")
-    else:
+    if (3, 11) <= tuple(version[:2]) < (3, 14):
         yield Check("python", "ok", seen)
+    else:
+        yield Check("python", "fatal", f"{seen}: verl needs 3.11, 3.12 or 3.13", "python3.12 -m venv .venv")
 
 
 def package(
@@ -88,25 +87,22 @@ def gpus() -> Iterator[Check]:
         yield Check("gpu", "note", "none seen: runs compute on the CPU")
         return
     try:
-        listed = _ask(
-            command, "--query-gpu=index,name,memory.total,memory.free", "--format=csv,noheader,nounits"
-        )
+        query = "--query-gpu=index,name,memory.total,memory.free"
+        listed = _ask(command, query, "--format=csv,noheader,nounits")
         banner = _ask(command)
     except (OSError, subprocess.SubprocessError) as error:
         printed = f"{getattr(error, 'stdout', '') or ''}{getattr(error, 'stderr', '') or ''}".strip()
         seen = f"nvidia-smi fails: {one_line(printed or error)}; runs would compute on the CPU"
-        yield Check(
-            "gpu", "warning", seen, "reboot or reinstall the driver (in a container: docker run --gpus all)"
-        )
+        fix = "reboot or reinstall the driver (in a container: docker run --gpus all)"
+        yield Check("gpu", "warning", seen, fix)
         return
     rows = [[cell.strip() for cell in line.split(",")] for line in listed.splitlines()]
     yield from judge_gpus([row for row in rows if len(row) == 4], os.environ.get("CUDA_VISIBLE_DEVICES"))
     supported = re.search(r"CUDA (?:UMD )?Version:\s*([\d.]+)", banner)
     import torch
 
-    yield from judge_driver(
-        len(rows), supported[1] if supported else None, torch.version.cuda, torch.cuda.is_available()
-    )
+    driver = supported[1] if supported else None
+    yield from judge_driver(len(rows), driver, torch.version.cuda, torch.cuda.is_available())
     for number in range(torch.cuda.device_count()):
         yield compute(f"cuda:{number}")
 
@@ -124,9 +120,8 @@ def judge_gpus(rows: list[list[str]], visible: str | None) -> Iterator[Check]:
         seen = f"{name}, {size(free)} free of {size(total)}"
         if free < 0.8 * total:
             seen += ": in use; a run plans with 90 % of it"
-            yield Check(
-                f"gpu {index}", "warning", seen, "nvidia-smi shows the processes; or CUDA_VISIBLE_DEVICES=N"
-            )
+            fix = "nvidia-smi shows the processes; or CUDA_VISIBLE_DEVICES=N"
+            yield Check(f"gpu {index}", "warning", seen, fix)
         else:
             yield Check(f"gpu {index}", "ok", seen, data={"total": total, "free": free})
     if visible is not None:
@@ -201,13 +196,11 @@ def ray_cluster(address: str | None = None) -> Iterator[Check]:
         nodes = [node for node in ray.nodes() if node["Alive"]]
         resources = ray.cluster_resources()
     except ImportError as error:
-        yield Check(
-            "ray cluster", "warning", f"RAY_ADDRESS={address}: {one_line(error)}", install_command("ray")
-        )
+        seen = f"RAY_ADDRESS={address}: {one_line(error)}"
+        yield Check("ray cluster", "warning", seen, install_command("ray"))
     except Exception as error:  # sockets, version and token mismatches come as many classes
-        yield Check(
-            "ray cluster", "warning", f"RAY_ADDRESS={address} does not answer: {one_line(error)}", fix
-        )
+        seen = f"RAY_ADDRESS={address} does not answer: {one_line(error)}"
+        yield Check("ray cluster", "warning", seen, fix)
     else:
         cpus, gpu_count = resources.get("CPU", 0), resources.get("GPU", 0)
         seen = f"{address}: {len(nodes)} nodes, {cpus:g} CPUs, {gpu_count:g} GPUs"

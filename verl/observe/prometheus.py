@@ -153,25 +153,22 @@ class PrometheusTracker(Tracker, Collector):
         written = {family.name for family in families}
         yield from families
         for name, value in self._newest.items():
-            family = GaugeMetricFamily(
-                metric_name(name), f"{name} of the newest step", labels=list(self._run)
-            )
+            about = f"{name} of the newest step"
+            family = GaugeMetricFamily(metric_name(name), about, labels=list(self._run))
             if family.name not in written:  # names that differ only in punctuation are one name here
                 written.add(family.name)
                 family.add_metric(list(self._run.values()), value)
                 yield family
 
     def _of_the_run(self, snapshots: list[Snapshot]) -> Iterator[Metric]:
-        build = GaugeMetricFamily(
-            "verl_build_info", "Versions of the running program", labels=list(self._build)
-        )
+        versions = "Versions of the running program"
+        build = GaugeMetricFamily("verl_build_info", versions, labels=list(self._build))
         build.add_metric(list(self._build.values()), 1.0)
         yield build
         labels = [*self._run, "process", "phase"]
         running = GaugeMetricFamily("verl_phase", "1 for each phase of a step that is running", labels=labels)
-        start = GaugeMetricFamily(
-            "verl_phase_start_timestamp_seconds", "Unix time at which a running phase began", labels=labels
-        )
+        began = "Unix time at which a running phase began"
+        start = GaugeMetricFamily("verl_phase_start_timestamp_seconds", began, labels=labels)
         for snapshot in snapshots:
             for name, since in snapshot.phases.items():
                 where = [*self._run.values(), snapshot.process, name]

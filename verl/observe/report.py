@@ -102,10 +102,8 @@ def _write_kind(file: IO[bytes], run: RunData, kind: str, budget: int) -> int:
             chunks.setdefault(str(step), []).append(count)
             chunk_of |= dict.fromkeys(chunk, count)
             count += 1
-    if len(index.steps) < len(there):
-        index.left_out = (
-            f"{len(index.steps)} of {len(there)} steps are in this report; verl view RUN --serve shows all"
-        )
+    shown = f"{len(index.steps)} of {len(there)} steps are in this report"
+    index.left_out = f"{shown}; verl view RUN --serve shows all" if len(index.steps) < len(there) else ""
     _embed(file, f"{root}/index/{kind}.json", dumps(index.to_json()))
     _embed(file, f"{root}/groups/{kind}.json", dumps({"chunks": chunks, "of": chunk_of}))
     return used
@@ -142,10 +140,8 @@ def page(title: str, *, served: bool) -> tuple[str, str]:
     Its content security policy names script and style by hash: no other can run in it, whatever a text of a run
     contains, and no request can leave it."""
     files = read_json(WEB / "files.json")
-    style, script = (
-        "\n".join((WEB / name).read_text(encoding="utf-8") for name in files[kind])
-        for kind in ("style", "script")
-    )
+    texts = {name: (WEB / name).read_text(encoding="utf-8") for kind in files.values() for name in kind}
+    style, script = ("\n".join(texts[name] for name in files[kind]) for kind in ("style", "script"))
     rules = {
         "default-src": "'none'",
         "script-src": _hash(script),

@@ -239,9 +239,8 @@ class _FolderLock:
             owner = os.pread(self._file, 200, 0).decode(errors="replace").strip() or "unknown"
             os.close(self._file)
             if not isinstance(error, BlockingIOError | PermissionError):
-                logger.warning(
-                    "the run folder %s cannot be locked (%s): do not start a second run in it", folder, error
-                )
+                advice = "do not start a second run in it"
+                logger.warning("the run folder %s cannot be locked (%s): %s", folder, error, advice)
                 self._file = -1
                 return
             raise VerlError(
@@ -315,10 +314,8 @@ def _sample_files(folder: Path) -> list[Path]:
 
 def profile_files(folder: Path) -> list[tuple[int, int, Path]]:
     """(step, rank, file) of `profile/`, in this order."""
-    matches = (
-        (re.fullmatch(r"step_(\d{1,15})_rank_(\d{1,9})\.json\.gz", file.name), file)
-        for file in folder.glob("profile/*.json.gz")
-    )
+    pattern = re.compile(r"step_(\d{1,15})_rank_(\d{1,9})\.json\.gz")
+    matches = ((pattern.fullmatch(file.name), file) for file in folder.glob("profile/*.json.gz"))
     return sorted((int(match[1]), int(match[2]), file) for match, file in matches if match)
 
 
@@ -360,12 +357,7 @@ def read_lineage(run: Path) -> Lineage | None:
         step = row["step"]
         if not isinstance(step, int) or isinstance(step, bool):
             return None
-        return Lineage(
-            str(row["parent"]),
-            str(row["parent_name"]),
-            step,
-            tuple(str(each) for each in row["overrides"]),
-            float(row["time"]),
-        )
+        overrides = tuple(map(str, row["overrides"]))
+        return Lineage(str(row["parent"]), str(row["parent_name"]), step, overrides, float(row["time"]))
     except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None

@@ -178,21 +178,16 @@ class Run:
 
     def samples(self, kind: str) -> SampleFiles:
         """Of `KINDS`; where the config names a folder that is not read, the run's own."""
-        own, chosen = self.path / kind, self._chosen(kind)
-        return SampleFiles(chosen if chosen and (self.outside or _leads_into(self.path, chosen)) else own)
+        chosen = self._chosen(kind)
+        return SampleFiles(chosen if self.outside or _leads_into(self.path, chosen) else self.path / kind)
 
     def left_out(self) -> list[str]:
         """Keys that name folders of samples which are not read."""
-        return [
-            key
-            for kind, key in KINDS.items()
-            if (chosen := self._chosen(kind)) and self.samples(kind).folder != chosen
-        ]
+        return [key for kind, key in KINDS.items() if self.samples(kind).folder != self._chosen(kind)]
 
-    def _chosen(self, kind: str) -> Path | None:
-        """The folder that the config names for samples."""
-        named = str(self.get(KINDS[kind]) or "")
-        return expanded(named).absolute() if named else None
+    def _chosen(self, kind: str) -> Path:
+        """The folder that the config names for samples, or the usual one."""
+        return expanded(str(self.get(KINDS[kind]) or self.path / kind)).absolute()
 
     @property
     def step(self) -> int | None:
@@ -250,20 +245,18 @@ def is_run(path: Path) -> bool:
     return path.is_dir() and any((path / name).exists() for name in RUN_FILES)
 
 
-def find_runs(folder: Path, depth: int = 3) -> list[Path]:
-    """The run folders at or below `folder`, the one written last first."""
+def find_runs(folder: Path) -> list[Path]:
+    """The run folders at or up to three levels below `folder`, the one written last first."""
     found, level = [], [expanded(folder).absolute()]
-    for _ in range(depth + 1):
+    for _ in range(4):
         found += [path for path in level if is_run(path)]
         below: list[Path] = []
         for path in (path for path in level if not is_run(path)):
-            try:
-                children = [
+            with contextlib.suppress(OSError):
+                children = (
                     child for child in path.iterdir() if not child.name.startswith((".", "global_step_"))
-                ]
+                )
                 below += [child for child in children if child.is_dir()]
-            except OSError:
-                continue
         level = below
     return sorted(found, key=last_written, reverse=True)
 
@@ -315,17 +308,15 @@ def state_of(run: Run) -> State:
     if alive:
         slow = "; that is long for its steps: it may hang" if late else ""
         return State("running", f"running ({owner}); {wrote}{slow}")
-    crash = read_crash(run.path)
-    if crash is not None:
+    if (crash := read_crash(run.path)) is not None:
         return State("crashed", f"crashed: {crash[0]}")
     if run.step is None:
         return State("waiting", "no step has finished, and no process is running")
     if finished(run):
         return State("finished", f"finished after step {run.step}")
     saved = checkpoint_steps(run.path)
-    resume = (
-        f"the same command resumes at step {saved[-1]}" if saved else "there is no checkpoint to resume from"
-    )
+    never = "there is no checkpoint to resume from"
+    resume = f"the same command resumes at step {saved[-1]}" if saved else never
     if saved and saved[-1] == run.step:
         of = f" of {run.total_steps}" if run.total_steps else ""
         return State("stopped", f"stopped at step {run.step}{of}, with a checkpoint; {resume}")
@@ -404,9 +395,8 @@ class Notice:
 
     @property
     def when(self) -> str:
-        return (
-            f"step {self.last}" if self.times == 1 else f"steps {self.first}-{self.last}, {self.times} times"
-        )
+        steps = f"steps {self.first}-{self.last}, {self.times} times"
+        return f"step {self.last}" if self.times == 1 else steps
 
     def to_row(self) -> dict[str, Any]:
         """The finding and these numbers, as the page of the viewer reads them."""

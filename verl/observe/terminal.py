@@ -42,13 +42,9 @@ class SafeStream:
 
     def write(self, text: str) -> int:
         bar = self._rewritable and text.startswith("\r")
-        shown = (
-            "\r" + escape_control(text[1:])
-            if bar
-            else ""
-            if _CURSOR_UP.fullmatch(text)
-            else escape_control(text)
-        )
+        shown = "" if _CURSOR_UP.fullmatch(text) else escape_control(text)
+        if bar:
+            shown = "\r" + escape_control(text[1:])
         if shown:
             self._rewritable = bar or shown.endswith("\n")
             self.raw.write(shown)

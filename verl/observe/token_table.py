@@ -77,9 +77,8 @@ class TokenTable:
         values = {name: _typed(columns[name], dtype) for name, dtype in COLUMNS.items() if name in columns}
         codes = pa.array(columns["code"], pa.int32())
         values["text"] = pa.DictionaryArray.from_arrays(codes, pa.array(texts, pa.binary()))
-        self._table = pa.table(
-            {name: pa.ListArray.from_arrays(offsets, array) for name, array in values.items()}
-        )
+        lists = {name: pa.ListArray.from_arrays(offsets, array) for name, array in values.items()}
+        self._table = pa.table(lists)
 
     @classmethod
     def of(

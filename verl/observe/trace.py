@@ -64,9 +64,8 @@ class Span:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="default: RUN/trace.json.gz; .gz: compressed"
-    )
+    out_help = "default: RUN/trace.json.gz; .gz: compressed"
+    parser.add_argument("--out", type=Path, metavar="FILE", help=out_help)
     parser.add_argument("--steps", metavar="A-B", help="these steps only, e.g. 10-12 or 10; default: all")
 
 
@@ -224,11 +223,8 @@ def _laid_out(rows: list[dict[str, Any]]) -> Iterator[Span]:
     """Runs that recorded no phases: one process, one phase after the other, in the order they were measured."""
     at = 0
     for row in rows:
-        times = {
-            name[9:]: round(seconds * 1e6)
-            for name, seconds in row.items()
-            if name.startswith("timing_s/") and 0 <= seconds < 1e12
-        }
+        timed = {name[9:]: seconds for name, seconds in row.items() if name.startswith("timing_s/")}
+        times = {name: round(seconds * 1e6) for name, seconds in timed.items() if 0 <= seconds < 1e12}
         whole = times.pop("step", None)
         apart = {name: times.pop(name) for name in ("testing", "save_checkpoint") if name in times}
         length = sum(times.values()) if whole is None else whole

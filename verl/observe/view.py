@@ -158,9 +158,8 @@ def overview(seen: Run, patterns: list[str] | None = None, *, samples: bool = Tr
     validation = not seen.samples("rollouts").steps()
     if samples and seen.samples("validation" if validation else "rollouts").steps():
         args = argparse.Namespace(step=None, best=1, worst=1, grep=None, uid=None, val=validation, limit=None)
-        blocks.append(
-            styled("\nsamples (--best, --worst, --step, --grep, --id and --val show others)", "bold")
-        )
+        others = "--best, --worst, --step, --grep, --id and --val show others"
+        blocks.append(styled(f"\nsamples ({others})", "bold"))
         blocks += [sample_text(title, row, 400) for title, row in choose_samples(seen, args)]
     return Group(*blocks)
 

@@ -117,7 +117,7 @@ class RunData:
         with self._index_locks[kind]:
             index = self._indexes[kind]
             index.refresh()
-            if kind not in self._packed or self._packed[kind][0] != index.version:
+            if self._packed.get(kind, (-1, b""))[0] != index.version:
                 self._packed[kind] = index.version, dumps(index.to_json())
             return self._packed[kind][1]
 
@@ -313,10 +313,8 @@ class StepTokens:
         except DataError as error:
             self.note = str(error)
             return None
-        return {
-            "texts": whole_characters(row.texts),
-            **{name: _numbers(getattr(row, name)) for name in COLUMNS},
-        }
+        numbers = {name: _numbers(getattr(row, name)) for name in COLUMNS}
+        return {"texts": whole_characters(row.texts), **numbers}
 
 
 def _numbers(values: Any) -> Any:

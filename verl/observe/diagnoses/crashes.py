@@ -134,10 +134,8 @@ def triton_compile(error: BaseException, config: Any) -> Seen | None:
     )
     if not building and line is None:
         return None
-    return (
-        line or "Triton could not compile its driver",
-        f"{KEY}.actor.use_torch_compile=False, or install gcc",
-    )
+    seen = line or "Triton could not compile its driver"
+    return seen, f"{KEY}.actor.use_torch_compile=False, or install gcc"
 
 
 @diagnosis(
@@ -184,20 +182,17 @@ def nodes_unreachable(error: BaseException, config: Any) -> Seen | None:
         return None
     if isinstance(error, VerlError) and not isinstance(error, WorkersLost) and "Ray" not in str(error):
         return None  # of a service: a tool, a reward, a tracker
-    return (
-        line,
-        "`ray status` on the head node, and NCCL_SOCKET_IFNAME=INTERFACE where a node has several networks",
-    )
+    seen = line
+    fix = "`ray status` on the head node, and NCCL_SOCKET_IFNAME=INTERFACE where a node has several networks"
+    return seen, fix
 
 
 @diagnosis("crash", "the environment does not fit")
 def package_missing(error: BaseException, config: Any) -> Seen | None:
     if not isinstance(error, ImportError):
         return None
-    return (
-        f"{type(error).__name__}: {error}",
-        "`verl doctor`, which names the command that installs what is missing",
-    )
+    seen = f"{type(error).__name__}: {error}"
+    return seen, "`verl doctor`, which names the command that installs what is missing"
 
 
 CRASHES: tuple[Diagnosis, ...] = tuple(

@@ -46,10 +46,8 @@ def rewards_all_equal(h: History) -> Seen | None:
     low, high = h.latest("reward/min"), h.latest("reward/max")
     if low is None or high is None or low != high or (h.batch is not None and h.batch.sequences < 2):
         return None
-    return (
-        f"all rewards of this batch are {low:g}",
-        "if it lasts, `verl reward test`, other prompts (data.train_files), or `verl sft` first",
-    )
+    seen = f"all rewards of this batch are {low:g}"
+    return seen, "if it lasts, `verl reward test`, other prompts (data.train_files), or `verl sft` first"
 
 
 @diagnosis("step", "they add nothing to the update")
@@ -60,20 +58,17 @@ def groups_without_signal(h: History) -> Seen | None:
     if share < 0.9 or h.solved:
         return None
     n = h.rollout.n
-    return (
-        f"{share:.0%} of the prompts got equal rewards for all responses",
-        f"algorithm.filter_groups.enable=True, or {ROLLOUT}.n={max(2 * n, 8)} (now {n})",
-    )
+    seen = f"{share:.0%} of the prompts got equal rewards for all responses"
+    return seen, f"algorithm.filter_groups.enable=True, or {ROLLOUT}.n={max(2 * n, 8)} (now {n})"
 
 
 @diagnosis("step", "the scores of this step come from elsewhere")
 def reward_never_called(h: History) -> Seen | None:
     if h.latest("reward/calls") != 0:
         return None
-    return (
-        "the reward function was not called in this step",
-        "other values of reward.reward_manager.name, reward.custom_reward_function.path, or data_source in the data",
-    )
+    seen = "the reward function was not called in this step"
+    fix = "other values of reward.reward_manager.name, reward.custom_reward_function.path, or data_source in the data"
+    return seen, fix
 
 
 @diagnosis("step", "the reward function failed or timed out; they are left out of the loss")
@@ -82,10 +77,9 @@ def rewards_failed(h: History) -> Seen | None:
     if not failed:
         return None
     timeout = h.config.reward.timeout_s
-    return (
-        f"{failed:g} responses got no score",
-        f"to fix the function (rollouts/ has the errors), or reward.timeout_s={2 * timeout:g} (now {timeout:g})",
-    )
+    seen = f"{failed:g} responses got no score"
+    fix = f"to fix the function (rollouts/ has the errors), or reward.timeout_s={2 * timeout:g} (now {timeout:g})"
+    return seen, fix
 
 
 @diagnosis("step", "the policy exploits the reward")
@@ -133,16 +127,12 @@ def not_finite(h: History) -> Seen | None:
     for name in NEVER_INFINITE:
         value = h.latest(name)
         if value is not None and not math.isfinite(value):
-            return (
-                f"{name} is {value}",
-                f"{h.lower_lr} if it happens again, and look for extreme values in the data",
-            )
+            seen = f"{name} is {value}"
+            return seen, f"{h.lower_lr} if it happens again, and look for extreme values in the data"
     for name in SKIPPED:
         if h.latest(name):
-            return (
-                f"{name} is {h.latest(name):g}, as a gradient was not finite",
-                f"{h.lower_lr} if it happens again",
-            )
+            seen = f"{name} is {h.latest(name):g}, as a gradient was not finite"
+            return seen, f"{h.lower_lr} if it happens again"
     return None
 
 
@@ -163,10 +153,8 @@ def update_too_large(h: History) -> Seen | None:
     age = h.latest("training/age/max") or 0
     steps = f"in the {age + 1:g} steps since the oldest tokens were drawn" if age else "in one step"
     more = " or a smaller trainer.async_training.staleness" if age else ""
-    return (
-        f"actor/ppo_kl is {update:.3g} {steps}, beyond {KL_OF_UPDATE_BOUND:g}",
-        f"{h.lower_lr} or fewer {ACTOR}.ppo_epochs{more}",
-    )
+    seen = f"actor/ppo_kl is {update:.3g} {steps}, beyond {KL_OF_UPDATE_BOUND:g}"
+    return seen, f"{h.lower_lr} or fewer {ACTOR}.ppo_epochs{more}"
 
 
 @diagnosis("step", "this biases the gradient")
@@ -177,15 +165,12 @@ def rollout_probs_differ(h: History) -> Seen | None:
     bound = h.config.trainer.health.probs_diff_bound
     if value <= bound:
         return None
-    vllm = (
-        f", +{ROLLOUT}.engine_kwargs.vllm.disable_cascade_attn=True (long contexts)"
-        if h.rollout.name == "vllm"
-        else ""
-    )
-    return (
-        f"training/rollout_probs_diff_mean is {value:.4f}, above {bound:g} (normal below 0.005)",
-        f"algorithm.rollout_correction.rollout_is=token, {ROLLOUT}.name=native, the same dtype on both sides{vllm}",
-    )
+    vllm = ""
+    if h.rollout.name == "vllm":
+        vllm = f", +{ROLLOUT}.engine_kwargs.vllm.disable_cascade_attn=True (long contexts)"
+    seen = f"training/rollout_probs_diff_mean is {value:.4f}, above {bound:g} (normal below 0.005)"
+    fix = f"algorithm.rollout_correction.rollout_is=token, {ROLLOUT}.name=native, the same dtype on both sides{vllm}"
+    return seen, fix
 
 
 @diagnosis("step", "often rollout and trainer disagree")
@@ -196,10 +181,9 @@ def gradient_norm_growing(h: History) -> Seen | None:
     thirds = [sum(part) / len(part) for part in (norms[-20:-14], norms[-14:-7], norms[-7:])]
     if not (thirds[2] > 3 * thirds[0] > 0 and thirds[0] < thirds[1] < thirds[2]):
         return None
-    return (
-        f"actor/grad_norm grew from {thirds[0]:.2g} to {thirds[2]:.2g} in 20 steps",
-        f"{ROLLOUT}.calculate_log_probs=True and watch training/rollout_probs_diff_mean, or {h.lower_lr}",
-    )
+    seen = f"actor/grad_norm grew from {thirds[0]:.2g} to {thirds[2]:.2g} in 20 steps"
+    fix = f"{ROLLOUT}.calculate_log_probs=True and watch training/rollout_probs_diff_mean, or {h.lower_lr}"
+    return seen, fix
 
 
 @diagnosis("step", "updates overshoot")
@@ -216,10 +200,8 @@ def loss_oscillating(h: History) -> Seen | None:
     if late < 3 * early or early == 0 or better:
         return None
     more = "a larger data.train_batch_size" if h.offline else f"{ACTOR}.clip_ratio=0.1"
-    return (
-        f"{name} goes up and down, by {early:.2g} a step 20 steps ago and by {late:.2g} now",
-        f"{h.lower_lr} or {more}",
-    )
+    seen = f"{name} goes up and down, by {early:.2g} a step 20 steps ago and by {late:.2g} now"
+    return seen, f"{h.lower_lr} or {more}"
 
 
 @diagnosis("step", "learning rate too small, or the KL holds the policy at the reference")
@@ -283,20 +265,16 @@ def temperature_extreme(h: History) -> Seen | None:
 def responses_empty(h: History) -> Seen | None:
     if h.batch is None or h.batch.empty_share <= 0.1:
         return None
-    return (
-        f"{h.batch.empty_share:.0%} of the responses are empty",
-        "data.apply_chat_template_kwargs, or a reward of 0 for empty answers; rollouts/ has them",
-    )
+    seen = f"{h.batch.empty_share:.0%} of the responses are empty"
+    return seen, "data.apply_chat_template_kwargs, or a reward of 0 for empty answers; rollouts/ has them"
 
 
 @diagnosis("step", "the policy is degenerating")
 def responses_repetitive(h: History) -> Seen | None:
     if h.batch is None or h.batch.repetitive_share <= 0.2:
         return None
-    return (
-        f"{h.batch.repetitive_share:.0%} of the responses repeat the same few tokens",
-        f"an earlier checkpoint with {h.lower_lr} and {ROLLOUT}.temperature between 0.7 and 1.2",
-    )
+    seen = f"{h.batch.repetitive_share:.0%} of the responses repeat the same few tokens"
+    return seen, f"an earlier checkpoint with {h.lower_lr} and {ROLLOUT}.temperature between 0.7 and 1.2"
 
 
 @diagnosis("step", "their answers are missing, so their rewards mislead")
@@ -305,10 +283,8 @@ def responses_cut(h: History) -> Seen | None:
     if ratio is None or ratio <= 0.5:
         return None
     limit = h.config.data.max_response_length
-    return (
-        f"{ratio:.0%} of the responses were cut at data.max_response_length={limit}",
-        f"data.max_response_length={2 * limit}",
-    )
+    seen = f"{ratio:.0%} of the responses were cut at data.max_response_length={limit}"
+    return seen, f"data.max_response_length={2 * limit}"
 
 
 @diagnosis("step", "duplicates add nothing to an update")
@@ -319,15 +295,9 @@ def responses_duplicate(h: History) -> Seen | None:
     if share <= 0.5:
         return None
     now = h.rollout.temperature
-    more = (
-        f"{ROLLOUT}.temperature=1.0 (now {now:g})"
-        if now < 1
-        else "actor_rollout_ref.actor.entropy_coeff=0.001"
-    )
-    return (
-        f"{share:.0%} of the prompts got the same response every time",
-        f"{more} or fewer {ROLLOUT}.n (now {h.rollout.n})",
-    )
+    more = f"{ROLLOUT}.temperature=1.0 (now {now:g})" if now < 1 else f"{ACTOR}.entropy_coeff=0.001"
+    seen = f"{share:.0%} of the prompts got the same response every time"
+    return seen, f"{more} or fewer {ROLLOUT}.n (now {h.rollout.n})"
 
 
 @diagnosis(
@@ -371,10 +341,8 @@ def loader_starving(h: History) -> Seen | None:
     if len(newest) < 3 or data < 0.3 or data < 0.2 * whole:
         return None
     workers = h.config.data.dataloader_num_workers
-    return (
-        f"{data / whole:.0%} of the last 3 steps was waiting for data",
-        f"data.dataloader_num_workers={max(2 * workers, 4)} (now {workers})",
-    )
+    seen = f"{data / whole:.0%} of the last 3 steps was waiting for data"
+    return seen, f"data.dataloader_num_workers={max(2 * workers, 4)} (now {workers})"
 
 
 @diagnosis("step", "generating takes nearly all of a step")

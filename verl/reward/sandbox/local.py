@@ -123,12 +123,7 @@ def find_python() -> str | None:
     """A Python that the sandbox's user may run: ours, else the system's."""
     dropping = os.geteuid() == 0
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    candidates = [
-        Path(sys.base_prefix) / "bin" / version,
-        Path("/usr/bin/python3"),
-        Path("/usr/local/bin/python3"),
-    ]
-    for candidate in candidates:
+    for candidate in (f"{sys.base_prefix}/bin/{version}", "/usr/bin/python3", "/usr/local/bin/python3"):
         real = Path(os.path.realpath(candidate))
         if not real.is_file() or not os.access(real, os.X_OK):
             continue
@@ -146,14 +141,14 @@ def _run(program: Program, limits: SandboxConfig, isolated: bool) -> Outcome:
         if cgroup is not None:
             stack.callback(cgroup.close)
             cgroup_fd = cgroup.join_fd
-        descriptors = [started_there, *([] if cgroup_fd is None else [cgroup_fd])]
+        passed: list[int | None] = [started_there, cgroup_fd]
         environment, drop = {}, {}
         unprivileged = _NOBODY if os.geteuid() == 0 else None
         if isolated:
             inner = _python_arguments(_SOURCE, started_there, cgroup_fd, limits, limits.max_processes)
-            source_fd = _sealed(stack, program.source)
-            filter_fd = _sealed(stack, seccomp.program() or b"") if seccomp.program() else None
-            descriptors += [info_there, source_fd, *([] if filter_fd is None else [filter_fd])]
+            source_fd, system_calls = _sealed(stack, program.source), seccomp.program()
+            filter_fd = None if system_calls is None else _sealed(stack, system_calls)
+            passed += [info_there, source_fd, filter_fd]
             command = _bubblewrap(limits, info_there, source_fd, filter_fd, inner)
             folder = "/"
             if unprivileged is not None:
@@ -171,7 +166,7 @@ def _run(program: Program, limits: SandboxConfig, isolated: bool) -> Outcome:
                 stdin=_sealed(stack, program.stdin),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                pass_fds=descriptors,
+                pass_fds=[descriptor for descriptor in passed if descriptor is not None],
                 start_new_session=True,
                 cwd=folder,
                 env=environment,

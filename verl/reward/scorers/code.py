@@ -126,10 +126,8 @@ def call_function(
 
 def _calls(code: str, entry: str, tests: list[CallTest]) -> tuple[list[bool], str]:
     returned, outcome = call_function(code, entry, [(test.args, test.kwargs) for test in tests], _budget_s())
-    verdicts = [
-        number in returned and call_passes(test, returned[number]) for number, test in enumerate(tests)
-    ]
-    return verdicts, outcome.end
+    passed = (n in returned and call_passes(test, returned[n]) for n, test in enumerate(tests))
+    return list(passed), outcome.end
 
 
 def _stdin(code: str, tests: list[StdinTest], strict: bool) -> tuple[list[bool], str]:

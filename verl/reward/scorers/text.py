@@ -194,11 +194,8 @@ def _unwrap(text: str) -> str:
         inside, before = text[match.end() + 1 : close], text[: match.start()]
         after = re.sub(r"^\s*\^\s*\{?[23]\}?", "", text[close + 1 :]) if before.strip() else text[close + 1 :]
         is_unit = re.search(r"[\d}\])%]\s*$", before) is not None and not after.strip(" .")
-        text = (
-            before.rstrip()
-            if is_unit and not re.search(r"\d|\band\b|\bor\b", inside)
-            else before + inside + after
-        )
+        dropped = is_unit and not re.search(r"\d|\band\b|\bor\b", inside)
+        text = before.rstrip() if dropped else before + inside + after
     return text
 
 
