@@ -158,15 +158,14 @@ def _arguments(name: str, module: str, before: list[str], current: str) -> Itera
 def _parser(module: str) -> argparse.ArgumentParser:
     program = importlib.import_module(module)
     if hasattr(program, "build_parser"):
-        parser: argparse.ArgumentParser = program.build_parser()
-        return parser
-    parser = argparse.ArgumentParser()
-    if hasattr(program, "add_arguments"):
-        program.add_arguments(parser)
-        return parser
-    from verl.config.sources import OPTIONS
+        return program.build_parser()  # type: ignore[no-any-return]
+    if not hasattr(program, "add_arguments"):
+        from verl.config.sources import OPTIONS
 
-    return OPTIONS
+        return OPTIONS
+    parser = argparse.ArgumentParser()
+    program.add_arguments(parser)
+    return parser
 
 
 def _names(command: str) -> list[str]:
@@ -197,10 +196,10 @@ def _keys(command: str, current: str) -> Iterator[Suggestion]:
             )
         yield from ((f"{prefix}{name}={each}", "") for each in allowed if each.startswith(value))
         return
-    docs = {section: doc for section, (_, doc) in sections(kind).items()}
+    docs = {f"{section}.": doc for section, (_, doc) in sections(kind).items()}
     seen: dict[str, str] = {"recipe=": "start from a published method"} if command == "train" else {}
     for key in keys.values():
-        rest = key.name[len(typed) :].partition(".")
-        word = f"{key.name[: len(typed)]}{rest[0]}{rest[1] or '='}"
-        seen.setdefault(word, docs.get(word[:-1], "") if rest[1] else key.doc)
+        rest, dot, _ = key.name[len(typed) :].partition(".")
+        word = f"{key.name[: len(typed)]}{rest}{dot or '='}"
+        seen.setdefault(word, docs.get(word, "") if dot else key.doc)
     yield from ((prefix + word, about) for word, about in seen.items() if word.startswith(typed))

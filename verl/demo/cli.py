@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from verl.errors import ConfigError, VerlError
 
 if TYPE_CHECKING:
-    from verl.demo.data import Files
+    from verl.demo.data import DemoFiles
     from verl.trainer.main_ppo import RunResult
 
 HOME = Path("checkpoints") / "demo"
@@ -121,7 +121,7 @@ def write_example_files(wanted: Path, seed: int) -> int:
     return 0
 
 
-def sft_arguments(model: Path, files: Files, folder: Path, seed: int) -> list[str]:
+def sft_arguments(model: Path, files: DemoFiles, folder: Path, seed: int) -> list[str]:
     """For `verl sft`."""
     return [
         f"model.path={model}",
@@ -138,7 +138,9 @@ def sft_arguments(model: Path, files: Files, folder: Path, seed: int) -> list[st
     ]
 
 
-def rl_arguments(model: Path, files: Files, folder: Path, seed: int, reward: Path = REWARD_FILE) -> list[str]:
+def rl_arguments(
+    model: Path, files: DemoFiles, folder: Path, seed: int, reward: Path = REWARD_FILE
+) -> list[str]:
     """For `verl train`."""
     return [
         "algorithm.adv_estimator=grpo",

@@ -24,7 +24,7 @@ HABIT: dict[Plan, float] = {"add": 0.88, "subtract": 0.08, "first": 0.02, "secon
 
 
 @dataclass(frozen=True)
-class Files:
+class DemoFiles:
     """Paths of the demo's data."""
 
     demonstrations: Path
@@ -35,9 +35,9 @@ class Files:
 
 def write_files(
     folder: Path, seed: int, *, demonstrations: int = 24_000, train: int = 4000, held_out: int = 300
-) -> Files:
+) -> DemoFiles:
     """All files of one demo run. The held-out problems are the same for every seed."""
-    files = Files(*(folder / f"{name}.parquet" for name in ("sft_train", "sft_val", "train", "held_out")))
+    files = DemoFiles(*(folder / f"{name}.parquet" for name in ("sft_train", "sft_val", "train", "held_out")))
     task = WordProblems()
     rng = random.Random(f"pupil/{seed}")
     write_rows([demonstrate(s, rng) for s in _stories("train", seed, demonstrations)], files.demonstrations)

@@ -8,9 +8,9 @@ conversation (column `session`) count as one sequence.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -248,9 +248,16 @@ def batch_facts(batch: DataProto) -> BatchFacts:
         facts |= _outlier_facts(score_S[finite_S & scored_rows(batch)[rows.first]])
         uids = batch.non_tensor_batch.get("uid")
         if uids is not None:
-            facts |= _group_facts(score_S, list(uids[rows.first.numpy()]))
+            groups = _groups(uids[rows.first.numpy()], score_S.tolist())
+            facts["groups"] = len(groups)
+            facts["constant_groups"] = sum(min(scores) == max(scores) for scores in groups)
             if "responses" in tensors and len(length_S) == len(length_B):
-                facts["identical_groups"] = _identical_groups(tensors["responses"], length_B, list(uids))
+                written = zip(tensors["responses"].cpu().numpy(), length_B.tolist(), strict=True)
+                texts = [
+                    row[:length].tobytes() if length >= _WORTH_COMPARING else b"" for row, length in written
+                ]
+                same = [texts[0] != b"" and len(set(texts)) == 1 for texts in _groups(uids, texts)]
+                facts["identical_groups"] = sum(same)
     return BatchFacts(**facts)  # type: ignore[arg-type]
 
 
@@ -267,20 +274,12 @@ def _outlier_facts(score: torch.Tensor) -> dict[str, float | int]:
     return {"outliers": len(far), "largest_outlier": largest, "typical_score": middle}
 
 
-def _group_facts(score_S: torch.Tensor, uids: list[str]) -> dict[str, float | int]:
-    groups: dict[str, list[float]] = {}
-    for uid, score in zip(uids, score_S.tolist(), strict=True):
-        groups.setdefault(uid, []).append(score)
-    several = [values for values in groups.values() if len(values) > 1]
-    return {"groups": len(several), "constant_groups": sum(min(v) == max(v) for v in several)}
-
-
-def _identical_groups(responses_BT: torch.Tensor, length_B: torch.Tensor, uids: list[str]) -> int:
-    tokens, lengths = responses_BT.cpu().numpy(), length_B.tolist()
-    groups: dict[str, list[bytes]] = {}
-    for uid, row, length in zip(uids, tokens, lengths, strict=True):
-        groups.setdefault(uid, []).append(row[:length].tobytes() if length >= _WORTH_COMPARING else b"")
-    return sum(len(texts) > 1 and texts[0] != b"" and len(set(texts)) == 1 for texts in groups.values())
+def _groups(uids: Iterable[str], values: Iterable[Any]) -> list[list[Any]]:
+    """The values of each prompt that has several."""
+    groups: dict[str, list[Any]] = {}
+    for uid, value in zip(uids, values, strict=True):
+        groups.setdefault(uid, []).append(value)
+    return [group for group in groups.values() if len(group) > 1]
 
 
 def _repetitive(batch: DataProto) -> torch.Tensor:

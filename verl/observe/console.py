@@ -246,10 +246,8 @@ class StepConsole:
         """The first few samples as text."""
         for row in rows:
             texts = {name: repr(plain(value)) for name, value in row.items()}
-            short = (
-                f"{name}={text if len(text) <= 160 else text[:157] + '...'}" for name, text in texts.items()
-            )
-            self.note(f"step {step} sample  {'  '.join(short)}")
+            short = {name: text if len(text) <= 160 else f"{text[:157]}..." for name, text in texts.items()}
+            self.note(f"step {step} sample  {'  '.join(f'{name}={text}' for name, text in short.items())}")
 
     def note(self, text: str) -> None:
         """A message between steps, above the live display if there is one."""
