@@ -296,8 +296,14 @@ def builtin_names(table: str, has: Callable[[Method], bool] = lambda method: Tru
 
 
 def needed_by(table: str, column: str) -> Callable[[str], str]:
-    """`used_if` of what provides a column: the chosen method needs it."""
+    """`used_if` of what is read beside a column: the chosen method needs the column."""
     return lambda key: f"{table}={'|'.join(builtin_names(table, lambda method: column in method.needs))}"
+
+
+def provides(table: str, column: str, *switches: str) -> Callable[[str], str]:
+    """`used_if` of what provides a column: a method or role of the run needs it. Messages name the methods of ours in
+    `table` and the switches that do."""
+    return lambda key: " or ".join((f"@needs:{column}", *switches, needed_by(table, column)(key)))
 
 
 def read_by(table: str) -> Callable[[str], str]:

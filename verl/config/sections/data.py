@@ -10,7 +10,7 @@ from typing import Any
 
 from verl.config import known
 from verl.config.keys import key, shared
-from verl.config.methods import POLICY_LOSS, needed_by
+from verl.config.methods import POLICY_LOSS, provides
 
 OUTPUT_SUFFIXES = (".parquet", ".jsonl", ".json")
 
@@ -93,7 +93,7 @@ class DataConfig(_RowsConfig, PromptsConfig):
         _RowsConfig,
         "response_key",
         "column that holds the data's answer (spin)",
-        needed_by(POLICY_LOSS, "from_data"),
+        provides(POLICY_LOSS, "from_data"),
     )
     seed: int = shared(_RowsConfig, "seed", used_if=".shuffle or .mixture")
     train_batch_size: int = key(1024, "prompts per training step; default: at most the data", ge=1)
