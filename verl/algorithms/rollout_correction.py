@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from verl.algorithms.aggregation import as_bool, keep, masked_mean, sequence_mean
-from verl.algorithms.lazy_torch import Tensor, torch
+from verl.algorithms.aggregation import Tensor, as_bool, keep, masked_mean, sequence_mean, torch
 from verl.config.methods import register_correction
 from verl.config.sections.algorithm import Bounds, rejection_rules
 from verl.errors import ConfigError

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from verl.algorithms.aggregation import Tensor, torch
 from verl.algorithms.groups import Groups, sequence_scores
-from verl.algorithms.lazy_torch import Tensor, torch
 from verl.config.known import FILTER_METRICS, PF_PPO_METHODS
 from verl.config.methods import methods_of, register_correction
 from verl.errors import ConfigError, TrainingHalted

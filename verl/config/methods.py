@@ -43,7 +43,6 @@ _CORRECTION = "correction"  # each has a switch of its own
 # The modules with ours, in the order of the names in --help and in the reference.
 _BUILTIN = (
     "verl.algorithms.advantages",
-    "verl.algorithms.prime",
     "verl.algorithms.losses",
     "verl.algorithms.preference_losses",
     "verl.algorithms.preference",
