@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from verl.config import known
-from verl.config.async_checks import async_errors
 from verl.config.capabilities import strategy_spec
 from verl.config.keys import Key, get, schema_keys, sections
-from verl.config.layout_checks import layout_errors, reference_errors
 from verl.config.methods import (
     ADV_ESTIMATOR,
     POLICY_LOSS,
@@ -27,6 +25,7 @@ from verl.config.methods import (
 from verl.config.parallelism import ROLLOUT, closest, divisors, sharing_errors
 from verl.config.plan import RunPlan
 from verl.config.recipes import recipe_names
+from verl.config.run_checks import async_errors, layout_errors, reference_errors, teacher_errors
 from verl.config.schema import (
     AnyConfig,
     DPOConfig,
@@ -37,7 +36,6 @@ from verl.config.schema import (
     RewardTrainingConfig,
 )
 from verl.config.sections.rollout import engine_errors
-from verl.config.teacher_checks import teacher_errors
 from verl.config.unused_keys import unused_keys
 from verl.errors import ConfigError
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from verl.config.capabilities import StrategySpec, declare_strategy
 from verl.config.known import MEGATRON_MODELS
-from verl.config.layout_checks import indivisible
 from verl.config.parallelism import closest, divisors
 from verl.config.roles import ModelRole
+from verl.config.run_checks import indivisible
 from verl.config.schema import OfflineConfig, PPOConfig
 
 _TP, _PP, _CP, _EP = (

@@ -101,6 +101,11 @@ def closest(values: list[int], near: int) -> str:
     return ", ".join(str(value) for value in sorted(chosen))
 
 
+def counted(number: int, what: str) -> str:
+    """`1 step`, `2 steps`."""
+    return f"{number} {what}{'s' if number > 1 else ''}"
+
+
 @dataclass(frozen=True)
 class Pool:
     """Processes that are scheduled together, `per_node` GPUs on each of `nodes`; `key` is the section that says so."""

@@ -29,6 +29,10 @@ from verl.config.sections.generation import (
     GenerationDataConfig,
     GenerationModelConfig,
     GenerationRolloutConfig,
+    PreferenceAlgorithmConfig,
+    PreferenceDataConfig,
+    RewardAlgorithmConfig,
+    RewardDataConfig,
 )
 from verl.config.sections.model import (
     CheckpointConfig,
@@ -36,12 +40,6 @@ from verl.config.sections.model import (
     OptimConfig,
     SFTModelConfig,
     SFTOptimConfig,
-)
-from verl.config.sections.preference import (
-    PreferenceAlgorithmConfig,
-    PreferenceDataConfig,
-    RewardAlgorithmConfig,
-    RewardDataConfig,
 )
 from verl.config.sections.reward import RewardConfig, RewardFunctionConfig, WeightedRewardConfig
 from verl.config.sections.rollout import RolloutConfig

@@ -15,13 +15,12 @@ from copy import deepcopy
 from typing import Any
 
 from verl.config import known
-from verl.config.async_checks import async_advice
 from verl.config.build import finalize
 from verl.config.capabilities import engine_spec
 from verl.config.keys import Key, get, put, schema_keys
 from verl.config.machine import cpu_has_bf16, on_cpu
 from verl.config.methods import ADV_ESTIMATOR, find_method, methods_of, needed_columns
-from verl.config.parallelism import engine_size, pools, rollout_pool
+from verl.config.parallelism import counted, engine_size, pools, rollout_pool
 from verl.config.roles import roles_of
 from verl.config.schema import (
     AnyConfig,
@@ -50,8 +49,10 @@ def _unmet(config: AnyConfig, key: Key, condition: str) -> str:
     """Why a condition does not hold; empty where it does."""
     terms = condition.split(" or ")
     column = terms.pop(0).removeprefix("@needs:") if condition.startswith("@needs:") else ""
-    if column and (
-        column in needed_columns(config) or any(column in role.columns for role in roles_of(config))
+    if (
+        column
+        and isinstance(config, PPOConfig)
+        and (column in needed_columns(config) or any(column in role.columns for role in roles_of(config)))
     ):
         return ""
     reasons = [_unmet_term(config, key, term, of_column=bool(column)) for term in terms]
@@ -150,8 +151,15 @@ def _advice(config: AnyConfig) -> list[str]:
         ]
     if not isinstance(config, PPOConfig):
         return []
-    lines = async_advice(config) + _method_advice(config)
-    rollout, algorithm = config.actor_rollout_ref.rollout, config.algorithm
+    lines = _method_advice(config)
+    rollout, algorithm, trainer = config.actor_rollout_ref.rollout, config.algorithm, config.trainer
+    ahead, warmup = trainer.async_training, trainer.critic_warmup
+    if ahead.mode != "off" and ahead.staleness and warmup and not trainer.val_only:
+        lines.append(
+            f"'trainer.critic_warmup'={warmup}: the policy does not change in the first {counted(warmup, 'step')}; "
+            "responses are generated ahead all the same, and their age counts in steps "
+            f"(trainer.async_training.staleness={ahead.staleness})"
+        )
     val, name = rollout.val_kwargs, "actor_rollout_ref.rollout"
     if val.n > 1 and not val.do_sample and config.data.val_files:
         lines.append(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
-from verl.config.sections.preference import PreferenceAlgorithmConfig
+from verl.config.sections.generation import PreferenceAlgorithmConfig
 from verl.data.columns import as_number, require_column
 from verl.data.conversations import Row, pair_rows
 from verl.data.dataset import EncodedRows, encoded_loader
