@@ -19,9 +19,9 @@ from verl.algorithms import (
 )
 from verl.algorithms.preference import Answers, pair_terms
 from verl.algorithms.preference_losses import data_pairs, reward_pairs, win_rates
-from verl.config import known
 from verl.config.methods import POLICY_LOSS, builtin_names
 from verl.config.schema import ActorConfig, PolicyLossConfig, PreferenceAlgorithmConfig
+from verl.config.sections.actor import PAIRINGS
 from verl.data.proto import DataProto
 from verl.errors import ConfigError
 from verl.workers.roles import LossConfig
@@ -111,7 +111,7 @@ CASES = [
     (loss, name, pairing)
     for loss in PAIRED
     for name in ("dpo", "ipo", "hinge", "robust")
-    for pairing in (known.PAIRINGS if loss == "online_dpo" else ("best_worst",))
+    for pairing in (PAIRINGS if loss == "online_dpo" else ("best_worst",))
 ]
 
 
@@ -168,7 +168,7 @@ def test_neither_micro_batches_nor_ranks_nor_padding_change_anything(loss, make_
         assert joined == pytest.approx({name: float(metric.value) for name, metric in metrics.items()})
 
 
-@pytest.mark.parametrize("pairing", known.PAIRINGS)
+@pytest.mark.parametrize("pairing", PAIRINGS)
 @pytest.mark.parametrize("loss", GROUPED)
 def test_the_order_of_rows_does_not_matter(loss, pairing, make_batch):
     cfg, batch = config(loss, pairs=pairing), make_batch(5, rows=16)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from verl.config.known import LOSS_AGG_MODES as LOSS_AGG_MODES
+from verl.config.sections.actor import LOSS_AGG_MODES as LOSS_AGG_MODES
 from verl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:

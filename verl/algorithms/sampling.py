@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from verl.algorithms.aggregation import Tensor, torch
 from verl.algorithms.groups import Groups, sequence_scores
-from verl.config.known import FILTER_METRICS, PF_PPO_METHODS
 from verl.config.methods import methods_of, register_correction
+from verl.config.sections.algorithm import FILTER_METRICS, PF_PPO_METHODS
 from verl.errors import ConfigError, TrainingHalted
 
 if TYPE_CHECKING:

@@ -21,6 +21,7 @@ from verl.config.keys import (
     declared,
     declared_at,
     get,
+    is_dtype,
     nearest,
     put,
     schema_keys,
@@ -28,7 +29,6 @@ from verl.config.keys import (
     to_dict,
     trl_names,
 )
-from verl.config.known import MODEL_DTYPES, RELATED_KEYS, ROLLOUT_DTYPES
 from verl.config.methods import needed_columns, plugin_sections
 from verl.config.parallelism import divisors
 from verl.config.schema import AnyConfig, GenerationConfig, ModelConfig, OfflineConfig, PPOConfig
@@ -37,7 +37,15 @@ DTYPE_NAMES = {
     "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32", "float8": "fp8",
 }  # fmt: skip
 
-
+# Where to look instead, by the parts of the names with which other versions ask for it.
+_RELATED_KEYS = {
+    "agents are set up in actor_rollout_ref.rollout.multi_turn": ("agent", "agent_loop", "interaction_config_path"),
+    "generating ahead of training is set by trainer.async_training.mode": ("async", "async_mode"),
+    "rows are conversations where they have the column data.messages_key": ("multiturn",),
+    "a text inside another column needs a column of its own (data.prompt_key, data.response_key)": (
+        "prompt_dict_keys", "response_dict_keys",
+    ),
+}  # fmt: skip
 # What another role's model takes from the actor's while its path is not given: it is then the same model.
 _MODEL_FOLLOWS = (
     "path", "tokenizer_path", "dtype", "enable_gradient_checkpointing", "enable_activation_offload",
@@ -82,7 +90,7 @@ class Builder:
                     values[name] = self.section(wanted, value, f"{full}.", metadata["defaults"])
                     continue
                 values[name] = self.convert(wanted, value, full)
-                if metadata["known"] in (MODEL_DTYPES, ROLLOUT_DTYPES):
+                if is_dtype(metadata):
                     values[name] = DTYPE_NAMES.get(values[name], values[name])
             except Mismatch:
                 self.problems.append(f"'{self._as_typed(full)}' is {value!r}; it must be {type_name(wanted)}")
@@ -127,7 +135,7 @@ class Builder:
             ]
         shown = self._as_typed(name)
         line = f"unknown key '{shown}'{f' (that is {name!r})' if shown != name else ''} (value {value!r})"
-        for advice, names in RELATED_KEYS.items():
+        for advice, names in _RELATED_KEYS.items():
             if set(names) & set(name.lower().split(".")):
                 return [f"{line}: {advice}"]
         note = trl_names()["notes"].get(name) if "." not in shown else None

@@ -98,6 +98,8 @@ _strategies: dict[str, StrategySpec | str] = {
     "megatron": "verl.config.megatron",
 }
 
+ENGINES, STRATEGIES = tuple(_engines), tuple(_strategies)  # ours
+
 
 def engine_spec(name: str) -> EngineSpec:
     """What the rollout engine `rollout.name=name` declares; the default for one that declares nothing."""

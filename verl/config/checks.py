@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from verl.config import known
 from verl.config.capabilities import strategy_spec
 from verl.config.keys import Key, get, schema_keys, sections
 from verl.config.methods import (
@@ -48,6 +47,15 @@ _REGISTRIES = {
     "reward_manager": ("verl.reward.managers", "known_reward_managers"),
     "tool_format": ("verl.agents.formats", "known_formats"),
     "tracker": ("verl.observe.trackers", "registered_trackers"),
+}
+
+_OTHER_VALUES = {
+    "ppo": "gae",
+    "reinforce": "reinforce_plus_plus",
+    "gpu": "cuda",
+    "transformers": "hf",
+    "sync": "inprocess",
+    "async": "server",
 }
 
 
@@ -137,7 +145,7 @@ def _meant(key: Key, value: str, names: list[str]) -> str:
         online = " With a reward instead of pairs: recipe=online_dpo" if value == "dpo" else ""
         return f" {value} learns from preference pairs: `verl dpo algorithm.loss={value}`.{online}"
     close = difflib.get_close_matches(value, names, 1)
-    other = known.OTHER_VALUES.get(value, close[0] if close else "")
+    other = _OTHER_VALUES.get(value, close[0] if close else "")
     return f" Did you mean {other}?" if other.partition(" ")[0] in names else ""
 
 

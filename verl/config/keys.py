@@ -15,7 +15,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
-from verl.config.known import OTHER_NAMES
 from verl.config.methods import plugin_sections
 from verl.errors import ConfigError
 from verl.json_input import read_json
@@ -33,6 +32,20 @@ _PLAIN: dict[str, Any] = {
 _CHOICES = {
     "actor_rollout_ref.actor.policy_loss": "actor_rollout_ref.actor.policy_loss.loss_mode",
     "algorithm": "algorithm.adv_estimator",
+}
+
+# Names (without a plural s) for keys that no similarity of spelling finds; those of TRL are in trl_names.json.
+OTHER_NAMES = {
+    "lr": "actor_rollout_ref.actor.optim.lr critic.optim.lr optim.lr",
+    "model": "actor_rollout_ref.model.path model.path",
+    "model_path": "actor_rollout_ref.model.path model.path",
+    "model_name_or_path": "actor_rollout_ref.model.path model.path",
+    "total_step": "trainer.total_training_steps",
+    "dataset": "data.train_files",
+    "eval_dataset": "data.val_files",
+    "max_new_token": "data.max_response_length",
+    "reward_fn": "reward.custom_reward_function.path",
+    "reward_func": "reward.custom_reward_function.path",
 }
 
 
@@ -223,6 +236,11 @@ def _absolute(condition: str, prefix: str) -> str:
     around = "".join(re.findall(r"[^.]+\.", prefix)[:-1])
     condition = re.sub(r"(?<![\w.])\.\.(?=\w)", around, condition)
     return re.sub(r"(?<![\w.])\.(?=\w)", prefix, condition)
+
+
+def is_dtype(metadata: Mapping[str, Any]) -> bool:
+    """Whether a key's values are names of dtypes."""
+    return isinstance(metadata["known"], tuple) and "bfloat16" in metadata["known"]
 
 
 def get(config: Any, name: str) -> Any:

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from verl.config.capabilities import engine_spec, strategy_spec
-from verl.config.known import POOL_ASYNC_MODES
 from verl.config.methods import needed_columns
 from verl.config.schema import GenerationConfig, OfflineConfig, PPOConfig
+from verl.config.sections.trainer import POOL_ASYNC_MODES
 
 ROLLOUT = "actor_rollout_ref.rollout"
 REWARD_MODEL = "reward.reward_model"

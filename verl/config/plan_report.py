@@ -11,13 +11,13 @@ from typing import Any
 from verl.config.capabilities import strategy_spec
 from verl.config.checks import unavailable
 from verl.config.keys import get, put
-from verl.config.known import POOL_ASYNC_MODES
 from verl.config.machine import machine_errors
 from verl.config.model_path import text_config
 from verl.config.parallelism import ROLLOUT, bubble_share, engine_size, offload_section
 from verl.config.plan import BatchPlan, RunPlan, text_table
 from verl.config.run_checks import layout_errors, model_layout_errors, size_keys, teacher_model_errors
 from verl.config.schema import AnyConfig, GenerationConfig, OfflineConfig, PPOConfig
+from verl.config.sections.trainer import POOL_ASYNC_MODES
 from verl.config.sizes import Estimate, gib
 from verl.config.unused_keys import unused_keys
 from verl.errors import ConfigError

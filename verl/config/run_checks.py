@@ -10,7 +10,6 @@ from typing import Any
 
 from verl.config.capabilities import engine_spec, strategy_spec
 from verl.config.keys import get
-from verl.config.known import POOL_ASYNC_MODES
 from verl.config.methods import POLICY_LOSS, builtin_names, methods_of, needed_columns
 from verl.config.model_path import cached_config, text_config
 from verl.config.parallelism import (
@@ -26,6 +25,7 @@ from verl.config.parallelism import (
 from verl.config.plan import RunPlan
 from verl.config.roles import ModelRole
 from verl.config.schema import PPOConfig
+from verl.config.sections.trainer import POOL_ASYNC_MODES
 from verl.json_input import read_json
 
 _ULYSSES = "ulysses_sequence_parallel_size"

@@ -14,10 +14,9 @@ from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
-from verl.config import known
 from verl.config.build import finalize
 from verl.config.capabilities import engine_spec
-from verl.config.keys import Key, get, put, schema_keys
+from verl.config.keys import Key, get, is_dtype, put, schema_keys
 from verl.config.machine import cpu_has_bf16, on_cpu
 from verl.config.methods import ADV_ESTIMATOR, find_method, methods_of, needed_columns
 from verl.config.parallelism import counted, engine_size, pools, rollout_pool
@@ -131,9 +130,7 @@ def _slow_dtypes(config: AnyConfig) -> list[str]:
     keys = [
         key.name
         for key in schema_keys(type(config)).values()
-        if key.metadata["known"] in (known.MODEL_DTYPES, known.ROLLOUT_DTYPES)
-        and key.name in config.user_set
-        and get(config, key.name) == "bfloat16"
+        if is_dtype(key.metadata) and key.name in config.user_set and get(config, key.name) == "bfloat16"
     ]
     if not keys or isinstance(config, EvaluationConfig) or cpu_has_bf16() or not on_cpu(config):
         return []

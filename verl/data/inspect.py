@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from verl.config.known import CHAT_TEMPLATE_USES
+from verl.config.sections.data import CHAT_TEMPLATE_USES
 from verl.data.chat import ChatFormat
 from verl.data.columns import STRINGS, is_text, likely_column
 from verl.data.conversations import Row, encode_answers, pair_rows, sft_answers

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from verl.config.known import LOGGERS
+from verl.config.sections.trainer import LOGGERS
 from verl.errors import ConfigError
 from verl.observe.background import Background, Tracker
 from verl.observe.console import StepConsole

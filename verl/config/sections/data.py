@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from verl.config import known
 from verl.config.keys import key, shared
 from verl.config.methods import POLICY_LOSS, provides
 
 OUTPUT_SUFFIXES = (".parquet", ".jsonl", ".json")
+
+CHAT_TEMPLATE_USES = ("auto", "always", "never")
+TRUNCATIONS = ("error", "left", "right", "middle")
 
 
 @dataclass
@@ -34,7 +36,7 @@ class TemplateConfig:
         "auto",
         "auto: messages get the chat template, strings are used as they are, with a notice; always: a string is a "
         "message of the user; never: strings as they are, messages joined by newlines",
-        known=known.CHAT_TEMPLATE_USES,
+        known=CHAT_TEMPLATE_USES,
     )
     apply_chat_template_kwargs: dict[str, Any] = key(
         {}, "passed to the chat template, e.g. {enable_thinking: false}"
@@ -51,9 +53,7 @@ class PromptsConfig(TemplateConfig):
 
     max_prompt_length: int = key(512, "longest prompt, in tokens", ge=1)
     max_response_length: int = key(512, "longest response, in tokens", ge=1)
-    truncation: str = key(
-        "error", "longer prompts", known=known.TRUNCATIONS, used_if="!.filter_overlong_prompts"
-    )
+    truncation: str = key("error", "longer prompts", known=TRUNCATIONS, used_if="!.filter_overlong_prompts")
     filter_overlong_prompts: bool = key(False, "drop longer prompts first (goes before truncation)")
     cache_dir: str | None = key(
         None,
@@ -123,7 +123,7 @@ class OfflineDataConfig(_RowsConfig):
         None, "token budget of a micro-batch; default: measured", ge=1, used_if=".use_dynamic_bsz"
     )
     max_length: int = key(1024, "longest row (prompt and response), in tokens", ge=2)
-    truncation: str = key("error", "what to do with longer rows", known=known.TRUNCATIONS)
+    truncation: str = key("error", "what to do with longer rows", known=TRUNCATIONS)
     dataloader_num_workers: int = key(1, "threads that make batches ahead; 0: the main thread", ge=0)
 
 

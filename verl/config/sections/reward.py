@@ -7,9 +7,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config import known
+from verl.config.capabilities import ENGINES
 from verl.config.keys import key, section
+from verl.config.sections.model import MODEL_DTYPES
 from verl.config.sections.rollout import dedicated_gpu_errors
+
+REWARD_MANAGERS = ("naive", "prime", "dapo", "batch", "none")
 
 
 @dataclass
@@ -35,7 +38,7 @@ class WeightedRewardConfig:
 class RewardManagerConfig:
     """How scores are computed."""
 
-    name: str = key("naive", "reward manager", known=known.REWARD_MANAGERS, plugin="reward_manager")
+    name: str = key("naive", "reward manager", known=REWARD_MANAGERS, plugin="reward_manager")
 
 
 @dataclass
@@ -43,10 +46,7 @@ class RewardModelRolloutConfig:
     """How other systems serve a reward model; here it runs through transformers."""
 
     name: str = key(
-        "hf",
-        "no effect: a reward model runs through transformers",
-        known=known.ROLLOUT_ENGINES,
-        plugin="rollout",
+        "hf", "no effect: a reward model runs through transformers", known=ENGINES, plugin="rollout"
     )
     tensor_model_parallel_size: int = key(1, "no effect, as above", ge=1)
     gpu_memory_utilization: float = key(0.5, "no effect, as above", gt=0, le=1)
@@ -61,7 +61,7 @@ class RewardModelConfig:
     weight: float = key(1.0, "factor of its score in the sum of rewards")
     micro_batch_size_per_gpu: int | None = key(None, "responses per forward pass; default: 8", ge=1)
     max_length: int | None = key(None, "longest conversation, in its tokens; default: its limit", ge=1)
-    dtype: str = key("auto", "of its parameters", known=known.MODEL_DTYPES)
+    dtype: str = key("auto", "of its parameters", known=MODEL_DTYPES)
     param_offload: bool = key(
         True, "keep it in host memory while others work", used_if=("!.n_gpus_per_node", "@gpu")
     )

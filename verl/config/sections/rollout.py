@@ -7,10 +7,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config import known
-from verl.config.capabilities import engine_spec
+from verl.config.capabilities import ENGINES, engine_spec
 from verl.config.keys import key, section
 from verl.config.sections.actor import LogProbConfig
+from verl.config.sections.model import MODEL_DTYPES
+
+TOOL_FORMATS = ("auto", "hermes", "qwen3_coder", "llama3_json")
 
 
 @dataclass
@@ -72,7 +74,7 @@ class MultiTurnConfig:
     format: str = key(
         "auto",
         "how the model writes a call; auto: by its chat template",
-        known=known.TOOL_FORMATS,
+        known=TOOL_FORMATS,
         plugin="tool_format",
     )
     max_parallel_calls: int = key(1, "tool calls of one turn that are run, at most", ge=1)
@@ -80,7 +82,7 @@ class MultiTurnConfig:
     tool_response_truncate_side: str = key(
         "middle",
         "what stays of it: left: the beginning, right: the end, middle: both ends",
-        known=known.TRUNCATE_SIDES,
+        known=("left", "middle", "right"),
     )
     tool_timeout_s: float = key(30.0, "seconds a call of a tool, environment or user may take", gt=0)
     max_concurrent_requests: int = key(
@@ -91,7 +93,7 @@ class MultiTurnConfig:
     history: str = key(
         "append",
         "split: one training row per turn, for templates that rewrite earlier turns",
-        known=known.HISTORIES,
+        known=("append", "split"),
     )
 
     def errors(self, name: str) -> list[str]:
@@ -115,11 +117,11 @@ class MultiTurnConfig:
 class EngineConfig:
     """The engine that generates, in training and for a file of prompts."""
 
-    name: str = key("native", "rollout engine", known=known.ROLLOUT_ENGINES, plugin="rollout")
+    name: str = key("native", "rollout engine", known=ENGINES, plugin="rollout")
     mode: str = key(
         "inprocess",
         "in the trainer's process or as a server",
-        known=known.ROLLOUT_MODES,
+        known=("inprocess", "server"),
         used_if=".name=vllm|sglang",
     )
     n: int = key(1, "responses per prompt", ge=1)
@@ -136,7 +138,7 @@ class EngineConfig:
     raw_log_probs: bool = key(False, "log-probs at temperature 1 instead of those sampled from")
     seed: int = key(1, "seed of every draw", follows="trainer.seed", used_if=".temperature")
     per_request_seed: bool = key(True, "one seed per sample; False: one per batch", used_if=".name=vllm")
-    dtype: str = key("auto", "while generating; auto: the trainer's", known=known.ROLLOUT_DTYPES)
+    dtype: str = key("auto", "while generating; auto: the trainer's", known=(*MODEL_DTYPES, "fp8"))
     tensor_model_parallel_size: int = key(
         1, "GPUs that share one copy of the model", ge=1, used_if=".name=vllm|sglang"
     )
