@@ -7,7 +7,7 @@ both [B, T] in the rewards' dtype, zero where the mask is 0. Values at masked po
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from verl.algorithms.aggregation import Tensor, as_bool, keep, masked_whiten, sequence_mean, torch
@@ -113,13 +113,12 @@ def rloo(token_level_rewards: Tensor, response_mask: Tensor, index: Any, **_: An
     return advantages, advantages
 
 
-def _turn_rloo_advice(config: PPOConfig) -> list[str]:
-    if config.actor_rollout_ref.rollout.multi_turn.enable:
-        return []
-    return [
-        "'algorithm.adv_estimator'=turn_rloo is the same as rloo without "
-        "actor_rollout_ref.rollout.multi_turn.enable=True"
-    ]
+def _turn_rloo_advice(config: PPOConfig) -> Iterator[str]:
+    if not config.actor_rollout_ref.rollout.multi_turn.enable:
+        yield (
+            "'algorithm.adv_estimator'=turn_rloo is the same as rloo without "
+            "actor_rollout_ref.rollout.multi_turn.enable=True"
+        )
 
 
 @_group_estimator("turn_rloo", advice=_turn_rloo_advice)
@@ -203,18 +202,14 @@ def remax(
     return returns - spread(reward_baselines, response_mask, returns.dtype), returns
 
 
-def _gdpo_errors(config: PPOConfig) -> list[str]:
+def _gdpo_errors(config: PPOConfig) -> Iterator[str]:
     keys, weights = config.algorithm.gdpo_reward_keys, config.algorithm.gdpo_reward_weights
-    lines = []
     if not keys:
-        lines.append(
+        yield (
             "'algorithm.adv_estimator' is gdpo; it needs 'algorithm.gdpo_reward_keys', e.g. [accuracy,format]"
         )
     if weights and len(weights) != len(keys):
-        lines.append(
-            f"'algorithm.gdpo_reward_weights' has {len(weights)} numbers for {len(keys)} gdpo_reward_keys"
-        )
-    return lines
+        yield f"'algorithm.gdpo_reward_weights' has {len(weights)} numbers for {len(keys)} gdpo_reward_keys"
 
 
 @_group_estimator(
@@ -352,15 +347,13 @@ def _discounted_suffix_sum_(values: Tensor, factor: float) -> Tensor:
 # mini-batch is cut.
 
 
-def _prime_errors(config: PPOConfig) -> list[str]:
-    multi_turn = config.actor_rollout_ref.rollout.multi_turn
-    if not (multi_turn.enable and multi_turn.history == "split"):
-        return []
-    return [
-        "'algorithm.adv_estimator' is prime, but actor_rollout_ref.rollout.multi_turn.history=split makes several rows "
-        "of a response, and its reward model judges a response as one row; use history=append if the chat template "
-        "allows it, or turn_rloo"
-    ]
+def _prime_errors(config: PPOConfig) -> Iterator[str]:
+    if config.actor_rollout_ref.rollout.multi_turn.splits:
+        yield (
+            "'algorithm.adv_estimator' is prime, but actor_rollout_ref.rollout.multi_turn.history=split makes several "
+            "rows of a response, and its reward model judges a response as one row; use history=append if the chat "
+            "template allows it, or turn_rloo"
+        )
 
 
 @_group_estimator("prime", needs=("process_rewards",), check=_prime_errors)

@@ -6,7 +6,7 @@ responses of a pair need not be in one micro-batch, or on one rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -209,22 +209,21 @@ def _of_prepare(prepared: Mapping[str, Tensor] | None, config: Any) -> Mapping[s
     return prepared
 
 
-def _group_errors(config: PPOConfig) -> list[str]:
+def _group_errors(config: PPOConfig) -> Iterator[str]:
     """What needs token losses."""
     name = config.actor_rollout_ref.actor.policy_loss.loss_mode
     weights = config.algorithm.rollout_correction.rollout_is
-    if not weights:
-        return []
-    return [
-        f"'algorithm.rollout_correction.rollout_is' is {weights}, but {POLICY_LOSS}={name} has no token losses to "
-        "weigh; leave it out"
-    ]
+    if weights:
+        yield (
+            f"'algorithm.rollout_correction.rollout_is' is {weights}, but {POLICY_LOSS}={name} has no token losses to "
+            "weigh; leave it out"
+        )
 
 
 _PAIRED = ("beta", "pair_loss", "label_smoothing")
 
 
-def _spin_errors(config: PPOConfig) -> list[str]:
+def _spin_errors(config: PPOConfig) -> Iterator[str]:
     """What is defined for sampled responses only."""
     policy, algorithm = config.actor_rollout_ref, config.algorithm
     correction = algorithm.rollout_correction
@@ -236,12 +235,13 @@ def _spin_errors(config: PPOConfig) -> list[str]:
         "algorithm.rollout_correction.bypass_mode": correction.bypass_mode,
         "algorithm.rollout_correction.rollout_rs": correction.rollout_rs,
     }
-    return _group_errors(config) + [
-        f"'{name}' is {value}, but {POLICY_LOSS}=spin also trains on the data's answers, which were not sampled; leave "
-        "it out"
-        for name, value in unfit.items()
-        if value
-    ]
+    yield from _group_errors(config)
+    for name, value in unfit.items():
+        if value:
+            yield (
+                f"'{name}' is {value}, but {POLICY_LOSS}=spin also trains on the data's answers, which were not "
+                "sampled; leave it out"
+            )
 
 
 @register_policy_loss(
@@ -288,15 +288,13 @@ def sppo_targets(response_mask: Tensor, config: Any, batch: Any) -> dict[str, Te
     return {"target": responses.every_row(_settings(config).sppo_eta * (rates - 0.5))}
 
 
-def _sppo_errors(config: PPOConfig) -> list[str]:
-    multi_turn = config.actor_rollout_ref.rollout.multi_turn
-    if not (multi_turn.enable and multi_turn.history == "split"):
-        return _group_errors(config)
-    return [
-        *_group_errors(config),
-        f"'actor_rollout_ref.rollout.multi_turn.history' is split, but {POLICY_LOSS}=sppo needs a response in one row; "
-        "set it to append",
-    ]
+def _sppo_errors(config: PPOConfig) -> Iterator[str]:
+    yield from _group_errors(config)
+    if config.actor_rollout_ref.rollout.multi_turn.splits:
+        yield (
+            f"'actor_rollout_ref.rollout.multi_turn.history' is split, but {POLICY_LOSS}=sppo needs a response in one "
+            "row; set it to append"
+        )
 
 
 @register_policy_loss(

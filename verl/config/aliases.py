@@ -132,15 +132,11 @@ def _staleness(name: str, value: Any) -> int:
     return math.ceil(_number(name, value, 0.0, "a number, at least 0 (a share of a step's samples)"))
 
 
-def _template_use(name: str, value: Any) -> str:
-    return "never" if _switch(name, value) else "auto"
-
-
 # What the value of another name is in ours, where that differs.
 _CONVERTED: dict[str, Callable[[str, Any], Any]] = {
     "trainer.v1.trainer_mode": _mode,
     "async_training.staleness_threshold": _staleness,
-    "data.raw_prompts": _template_use,
+    "data.raw_prompts": lambda name, value: "never" if _switch(name, value) else "auto",
 }
 
 

@@ -103,7 +103,15 @@ class Builder:
         """The value in the wanted type, or Mismatch."""
         origin = get_origin(wanted)
         if origin in (Union, types.UnionType):
-            return self._union(get_args(wanted), value, name)
+            options = get_args(wanted)
+            if type(None) in options and (value is None or value == "None"):
+                return None
+            if isinstance(value, str) and "_" in value and str in options:
+                return value  # Python would read the bounds 0.5_2 as the number 0.52
+            for option in (each for each in options if each is not type(None)):
+                with suppress(Mismatch):
+                    return self.convert(option, value, name)
+            raise Mismatch
         if origin is list:
             (item,) = get_args(wanted)
             items = list(value) if isinstance(value, (list, tuple)) else [value]
@@ -113,17 +121,6 @@ class Builder:
         if not isinstance(value, Mapping):
             raise Mismatch
         return dict(value) if origin is dict else self.section(wanted, value, f"{name}.")
-
-    def _union(self, options: tuple[Any, ...], value: Any, name: str) -> Any:
-        if type(None) in options and (value is None or value == "None"):
-            return None
-        if isinstance(value, str) and "_" in value and str in options:
-            return value  # Python would read the bounds 0.5_2 as the number 0.52
-        for option in options:
-            if option is not type(None):
-                with suppress(Mismatch):
-                    return self.convert(option, value, name)
-        raise Mismatch
 
     def _unknown(self, name: str, value: Any, known: str) -> list[str]:
         if "[" in name:
@@ -225,7 +222,11 @@ def finalize(config: AnyConfig) -> list[str]:
     if isinstance(config, PPOConfig):
         _ppo(config)
     if isinstance(config, (PPOConfig, OfflineConfig)):
-        _run_folder(config)
+        trainer = config.trainer
+        if not trainer.default_local_dir:
+            trainer.default_local_dir = f"checkpoints/{trainer.project_name}/{trainer.experiment_name}"
+        if trainer.resume_from_path and "trainer.resume_mode" not in config.user_set:
+            trainer.resume_mode = "resume_path"
     if isinstance(config, OfflineConfig):
         _best_checkpoint(config)
     if isinstance(config, (PPOConfig, GenerationConfig)):
@@ -258,14 +259,6 @@ def fit_batch(config: PPOConfig | OfflineConfig, rows: int) -> list[str]:
     return notices
 
 
-def _run_folder(config: PPOConfig | OfflineConfig) -> None:
-    trainer = config.trainer
-    if not trainer.default_local_dir:
-        trainer.default_local_dir = f"checkpoints/{trainer.project_name}/{trainer.experiment_name}"
-    if trainer.resume_from_path and "trainer.resume_mode" not in config.user_set:
-        trainer.resume_mode = "resume_path"
-
-
 def _best_checkpoint(config: OfflineConfig) -> None:
     """What is the best, and how many are kept beside it."""
     trainer, patience = config.trainer, config.trainer.early_stop_patience
@@ -289,12 +282,11 @@ def _expand_home(section: Any) -> None:
             if is_dataclass(inner):
                 _expand_home(inner)
         if name in paths and value:
-            is_list = isinstance(value, list)
-            setattr(section, name, [_home(path) for path in value] if is_list else _home(value))
-
-
-def _home(path: str) -> str:
-    return str(Path(path).expanduser()) if path.startswith("~") else path
+            found = [
+                str(Path(path).expanduser()) if path.startswith("~") else path
+                for path in (value if isinstance(value, list) else [value])
+            ]
+            setattr(section, name, found if isinstance(value, list) else found[0])
 
 
 def _follow(config: AnyConfig) -> None:
@@ -329,17 +321,12 @@ def _ppo(config: PPOConfig) -> None:
                 setattr(model, name, getattr(policy.model, name))
     if critic.enable is None:
         critic.enable = "values" in needed_columns(config)
-    _validation_sampling(config)
-    ahead = config.trainer.async_training
-    if ahead.mode != "off" and ahead.staleness is None:
-        ahead.staleness = 1
-
-
-def _validation_sampling(config: PPOConfig) -> None:
-    """`do_sample` and `temperature` say the same thing; whichever the user gave decides."""
-    val = config.actor_rollout_ref.rollout.val_kwargs
-    prefix = "actor_rollout_ref.rollout.val_kwargs."
+    # `do_sample` and `temperature` say the same thing; whichever the user gave decides.
+    val, prefix = policy.rollout.val_kwargs, "actor_rollout_ref.rollout.val_kwargs."
     if prefix + "do_sample" not in config.user_set:
         val.do_sample = val.temperature > 0
     elif prefix + "temperature" not in config.user_set:
         val.temperature = 1.0 if val.do_sample else 0.0
+    ahead = config.trainer.async_training
+    if ahead.mode != "off" and ahead.staleness is None:
+        ahead.staleness = 1

@@ -33,8 +33,13 @@ def help_text(kind: type, about: list[str], recipe: Recipe | None = None) -> str
         for name in about:
             if name not in keys and name not in sections(kind):
                 raise ConfigError(f"no key or section '{name}'. Nearest: {', '.join(nearest(kind, name))}")
-    head = [*_head(kind), *_recipe_lines(recipe), "Keys (default, meaning):"]
-    return "\n".join([*head, *_key_lines(kind, chosen)]) + "\n"
+    lines = _head(kind)
+    if recipe is not None:
+        lines += [f"recipe={recipe.name}: {recipe.about}", f"{recipe.paper}. It sets, below your own keys:"]
+        for name, value in recipe.keys.items():
+            lines.append(f"  {name}={str(value).lower() if isinstance(value, bool) else value}")
+        lines.append("")
+    return "\n".join([*lines, "Keys (default, meaning):", *_key_lines(kind, chosen)]) + "\n"
 
 
 _COMMANDS: dict[type, tuple[str, str, str]] = {
@@ -89,21 +94,6 @@ def _head(kind: type) -> list[str]:
         "  --cfg job                             print the resolved config and exit",
         "  --check                               check everything, print the plan (batches, memory) and exit",
         "  --help [SECTION ...]                  this text, or only the named sections",
-        "",
-    ]
-
-
-def _recipe_lines(recipe: Recipe | None) -> list[str]:
-    if recipe is None:
-        return []
-    keys = [
-        f"  {name}={str(value).lower() if isinstance(value, bool) else value}"
-        for name, value in recipe.keys.items()
-    ]
-    return [
-        f"recipe={recipe.name}: {recipe.about}",
-        f"{recipe.paper}. It sets, below your own keys:",
-        *keys,
         "",
     ]
 

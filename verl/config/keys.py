@@ -257,11 +257,11 @@ def put(config: Any, name: str, value: Any) -> None:
 
 
 def to_dict(config: Any) -> Any:
-    """A config, or a section of one, as plain nested dicts, lists and values."""
+    """A config, a section of one, or nested values, as plain nested dicts, lists and values."""
     if is_dataclass(config) and not isinstance(config, type):
         internal = {field.name for field in fields(config) if field.metadata.get("internal")}
         return {name: to_dict(value) for name, value in vars(config).items() if name not in internal}
-    if isinstance(config, dict):
+    if isinstance(config, Mapping):
         return {name: to_dict(value) for name, value in config.items()}
     if isinstance(config, (list, tuple)):
         return [to_dict(each) for each in config]

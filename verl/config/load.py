@@ -25,7 +25,6 @@ from verl.config.plan import RunPlan
 from verl.config.recipes import Recipe, recipe_for
 from verl.config.schema import AnyConfig, OfflineConfig, PPOConfig, SFTConfig
 from verl.config.sources import (
-    del_path,
     dump_yaml,
     from_mapping,
     get_path,
@@ -162,20 +161,14 @@ class _Draft(Generic[Config]):
             raise ConfigError(
                 f"'~{name}' removes an unknown key. Nearest known key: '{nearest(self.kind, ours)[0]}'"
             )
-        del_path(self.tree, ours)
+        take_path(self.tree, ours)
         self.removed.append(ours)
-
-    def _recipe_tree(self) -> dict[str, Any]:
-        """The recipe's values, less those the user removed."""
-        tree: dict[str, Any] = {}
-        merge(tree, self.recipe.tree if self.recipe else {})
-        for name in self.removed:
-            del_path(tree, name)
-        return tree
 
     def finish(self, checked: bool, quiet: bool = False) -> Config:
         """The config; warnings are logged unless `quiet`."""
-        tree: dict[str, Any] = self._recipe_tree()
+        tree: dict[str, Any] = to_dict(self.recipe.tree) if self.recipe else {}
+        for name in self.removed:
+            take_path(tree, name)
         of_recipe = {*_set_keys(self.kind, tree, "")} - {*_set_keys(self.kind, self.tree, "")}
         merge(tree, self.tree)
         given, tree = tree, resolve(tree, (to_dict(self.kind()), self.as_typed))
@@ -198,7 +191,13 @@ class _Draft(Generic[Config]):
         for notice in finalize(config):
             log.info("%s", notice)
         if checked:
-            _refuse_masked(config)
+            masked = [
+                f"'{key}' has '{MASK}' in place of a password or key, which is not written to config.yaml: give it "
+                f"again, for example {key}='${{oc.env:NAME}}' with the environment variable NAME"
+                for key in masked_keys(to_dict(config))
+            ]
+            if masked:
+                raise ConfigError("\n".join(masked))
             self.plan = RunPlan(config) if isinstance(config, PPOConfig | OfflineConfig) else None
             warnings = check(config, self.plan)
             for warning in [] if quiet else warnings:
@@ -233,16 +232,6 @@ def _from_environment(
         if (derived or _VARIABLE.search(str(text))) and not plain and key not in _FOLDER_KEYS:
             found[key] = text
     return found
-
-
-def _refuse_masked(config: AnyConfig) -> None:
-    lines = [
-        f"'{key}' has '{MASK}' in place of a password or key, which is not written to config.yaml: give it again, for "
-        f"example {key}='${{oc.env:NAME}}' with the environment variable NAME"
-        for key in masked_keys(to_dict(config))
-    ]
-    if lines:
-        raise ConfigError("\n".join(lines))
 
 
 def import_plugins(values: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
@@ -32,7 +32,7 @@ Prepare = Callable[..., "dict[str, Tensor]"]
 """(old_log_prob, log_prob, advantages, response_mask, config, generator, batch), those it has parameters for, of a
 whole mini-batch; `batch` is the mini-batch itself (`ref_log_prob`, `uid`, ...) -> named tensors [B, ...]. A loss
 registered with one gets the rows of its micro-batch back as the keyword `prepared`."""
-Check = Callable[["PPOConfig"], "list[str]"]
+Check = Callable[["PPOConfig"], Iterable[str]]
 
 F = TypeVar("F", bound=Callable[..., Any])
 

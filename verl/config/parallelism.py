@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -170,7 +171,7 @@ def rollout_pool(cfg: PPOConfig) -> bool:
     return cfg.actor_rollout_ref.rollout.n_gpus_per_node > 0 and not dedicated_server(cfg)
 
 
-def sharing_errors(cfg: PPOConfig | GenerationConfig) -> list[str]:
+def sharing_errors(cfg: PPOConfig | GenerationConfig) -> Iterator[str]:
     """Engines on several GPUs must fill every node evenly: the GPUs that share a copy are on one node."""
     size, key, section = engine_size(cfg), "trainer.n_gpus_per_node", "rollout"
     per_node = cfg.trainer.n_gpus_per_node
@@ -178,9 +179,8 @@ def sharing_errors(cfg: PPOConfig | GenerationConfig) -> list[str]:
         section = ROLLOUT
         if cfg.actor_rollout_ref.rollout.n_gpus_per_node:
             key, per_node = f"{ROLLOUT}.n_gpus_per_node", cfg.actor_rollout_ref.rollout.n_gpus_per_node
-    if per_node % size == 0:
-        return []
-    return [
-        f"'{section}.tensor_model_parallel_size' is {size}, which does not divide {key}={per_node}. Values that work: "
-        f"{closest(divisors(per_node), size)}; or {key}={-(-per_node // size) * size}"
-    ]
+    if per_node % size:
+        yield (
+            f"'{section}.tensor_model_parallel_size' is {size}, which does not divide {key}={per_node}. Values that "
+            f"work: {closest(divisors(per_node), size)}; or {key}={-(-per_node // size) * size}"
+        )

@@ -50,13 +50,13 @@ def layout_errors(plan: RunPlan) -> list[str]:
 def _split_apart(plan: RunPlan) -> list[ModelRole]:
     """The first role, and the others that do not split the same model in the same way: for those that do, the errors
     would be the same with other keys."""
+
+    def split(role: ModelRole) -> tuple[Any, ...]:
+        section, model = role.section, role.model
+        return section.strategy, layout_of(section, 1), model.path, model.override_config
+
     first, *others = plan.roles
-    return [first, *(role for role in others if _split(role) != _split(first))]
-
-
-def _split(role: ModelRole) -> tuple[Any, ...]:
-    sizes = layout_of(role.section, 1)
-    return role.section.strategy, sizes, role.model.path, role.model.override_config
+    return [first, *(role for role in others if split(role) != split(first))]
 
 
 def size_keys(role: ModelRole, *degrees: str) -> list[str]:
@@ -65,25 +65,24 @@ def size_keys(role: ModelRole, *degrees: str) -> list[str]:
     return [key for degree in degrees for key in sizes.get(degree, ())]
 
 
-def _world_errors(role: ModelRole, plan: RunPlan) -> list[str]:
+def _world_errors(role: ModelRole, plan: RunPlan) -> Iterator[str]:
     layout, world, trainer = role.layout, plan.world_size, plan.config.trainer
+    replicas = layout.dp * layout.cp
     if world % layout.model_ranks:
         given = [(key, get(role.section, key)) for key in size_keys(role, "tp", "pp", "cp")]
         product = " x ".join(f"{key} {size}" for key, size in given if size > 1)
-        return [
+        yield (
             f"'{role.key}': {product} = {layout.model_ranks} ranks for one copy of the model, which does not divide "
             f"the {world} of trainer.nnodes={trainer.nnodes} x trainer.n_gpus_per_node={trainer.n_gpus_per_node}. "
             f"Products that work: {closest(divisors(world), layout.model_ranks)}; or {layout.model_ranks} ranks, or a "
             "multiple of that"
-        ]
-    replicas = layout.dp * layout.cp
-    if replicas % layout.ep:
-        return [
+        )
+    elif replicas % layout.ep:
+        yield (
             f"'{role.key}.{size_keys(role, 'ep')[0]}' is {layout.ep}, which does not divide the {replicas} ranks of a "
             f"pipeline stage that hold the same dense weights ({world} ranks / TP {layout.tp} / PP {layout.pp}). "
             f"Values that work: {closest(divisors(replicas), layout.ep)}"
-        ]
-    return []
+        )
 
 
 def model_layout_errors(plan: RunPlan) -> list[str]:
@@ -110,56 +109,50 @@ def indivisible(key: str, size: int, count: int, what: str, work: list[int] | No
     )
 
 
-def reference_errors(plan: RunPlan) -> list[str]:
+def reference_errors(config: PPOConfig, plan: RunPlan) -> Iterator[str]:
     """Of trainer.ref_update_freq."""
-    config = plan.config
-    assert isinstance(config, PPOConfig)
-    every, policy = config.trainer.ref_update_freq, config.actor_rollout_ref
+    every, policy, key = config.trainer.ref_update_freq, config.actor_rollout_ref, "trainer.ref_update_freq"
     if every < 1:
-        return []
-    key = "trainer.ref_update_freq"
+        return
     if "ref_log_prob" not in needed_columns(config):
         losses = " or ".join(builtin_names(POLICY_LOSS, lambda method: "ref_log_prob" in method.needs))
-        return [
+        yield (
             f"'{key}' is {every}, but the run has no reference policy; set it to -1, or use one: "
             f"{POLICY_LOSS}={losses}, actor_rollout_ref.actor.use_kl_loss=True, algorithm.use_kl_in_reward=True"
-        ]
+        )
+        return
     actor, ref = policy.actor, policy.ref
     spec = strategy_spec(actor.strategy)
     shards = ["fsdp_config.fsdp_size", "fsdp_config.offload_policy"] if spec.full_shards else []
     alike = all(get(actor, name) == get(ref, name) for name in ("strategy", *shards))
     if not spec.full_shards:
         alike = alike and layout_of(actor, plan.world_size) == layout_of(ref, plan.world_size)
-    if alike or policy.model.lora_rank:  # adapters are copied within one engine
-        return []
-    keys = ", ".join(f"actor_rollout_ref.ref.{name}" for name in ("strategy", *(shards or [spec.section])))
-    return [
-        f"'{key}' is {every}: the reference takes over the policy's shards, so both must be split alike; set {keys} "
-        "to what actor_rollout_ref.actor has"
-    ]
+    if not alike and not policy.model.lora_rank:  # adapters are copied within one engine
+        keys = ", ".join(
+            f"actor_rollout_ref.ref.{name}" for name in ("strategy", *(shards or [spec.section]))
+        )
+        yield (
+            f"'{key}' is {every}: the reference takes over the policy's shards, so both must be split alike; set "
+            f"{keys} to what actor_rollout_ref.actor has"
+        )
 
 
-def teacher_errors(config: PPOConfig) -> list[str]:
+def teacher_errors(config: PPOConfig) -> Iterator[str]:
     """What is wrong whatever the models are."""
     asking = [
         method for method in methods_of(config) if any(name.startswith("teacher_") for name in method.needs)
     ]
     if not asking:
-        return []
-    policy, lines, setting = config.actor_rollout_ref, [], asking[0].setting
+        return
+    policy, setting = config.actor_rollout_ref, asking[0].setting
     if not policy.teacher.path:
-        lines.append(f"'{TEACHER}.path' is required with {setting}; give the teacher's folder")
+        yield f"'{TEACHER}.path' is required with {setting}; give the teacher's folder"
     for name, role in (("actor_rollout_ref.actor", policy.actor), (TEACHER, policy.teacher)):
+        size = role.ulysses_sequence_parallel_size
         if not strategy_spec(role.strategy).full_shards:
-            lines.append(
-                f"'{name}.strategy' is {role.strategy}, which {setting} does not have; set it to fsdp"
-            )
-        if role.ulysses_sequence_parallel_size > 1:
-            lines.append(
-                f"'{name}.ulysses_sequence_parallel_size' is {role.ulysses_sequence_parallel_size}, but "
-                f"{setting} takes whole sequences; set it to 1"
-            )
-    return lines
+            yield f"'{name}.strategy' is {role.strategy}, which {setting} does not have; set it to fsdp"
+        if size > 1:
+            yield f"'{name}.{_ULYSSES}' is {size}, but {setting} takes whole sequences; set it to 1"
 
 
 def teacher_model_errors(config: PPOConfig, *, given_model: bool = False) -> list[str]:
@@ -215,98 +208,74 @@ CORRECTION = "algorithm.rollout_correction"
 POOL = f"{ROLLOUT}.nnodes=1 {ROLLOUT}.n_gpus_per_node=1"
 
 
-def async_errors(config: PPOConfig) -> list[str]:
+def async_errors(config: PPOConfig) -> Iterator[str]:
     """Why a run that trains cannot generate ahead as configured."""
-    if config.trainer.async_training.mode == "off":
-        return []
-    return [
-        *_staleness_errors(config),
-        *_placement_errors(config),
-        *_correction_errors(config),
-        *_group_errors(config),
-    ]
-
-
-def _staleness_errors(config: PPOConfig) -> list[str]:
-    own = config.trainer.async_training
+    own, rollout, chosen = (
+        config.trainer.async_training,
+        config.actor_rollout_ref.rollout,
+        config.algorithm.rollout_correction,
+    )
     mode, staleness, name = own.mode, own.staleness or 0, f"{SECTION}.staleness"
     if mode == "one_step_off" and staleness > 1:
-        return [
+        yield (
             f"'{name}' is {staleness}, but {SECTION}.mode=one_step_off is never more than one step behind; set "
             f"{name}=1 (or 0: no overlap), or {SECTION}.mode=fully_async"
-        ]
-    if mode == "carry_over" and staleness < 1:
-        return [
+        )
+    elif mode == "carry_over" and staleness < 1:
+        yield (
             f"'{name}' is {staleness}, but with {SECTION}.mode=carry_over unfinished responses continue in the next "
             f"step; set {name}=1 or more, or {SECTION}.mode=off"
-        ]
-    if mode == "fully_async" and staleness < own.sync_every - 1:
-        return [
+        )
+    elif mode == "fully_async" and staleness < own.sync_every - 1:
+        yield (
             f"'{SECTION}.sync_every' is {own.sync_every}: the weights that generate are up to {own.sync_every - 1} "
             f"steps old before they are replaced, but {name}={staleness}; set {name}={own.sync_every - 1} or more, or "
             f"{SECTION}.sync_every={staleness + 1}"
-        ]
-    if mode == "carry_over" and own.over_sampling > staleness:
-        return [
+        )
+    elif mode == "carry_over" and own.over_sampling > staleness:
+        yield (
             f"'{SECTION}.over_sampling' is {own.over_sampling:g} with {name}={staleness}: the prompts beyond a batch "
             f"would be more than {counted(staleness, 'step')} can train, so some would become too old; set "
             f"{SECTION}.over_sampling={staleness} or less, or {name}={math.ceil(own.over_sampling)}"
-        ]
-    return []
-
-
-def _placement_errors(config: PPOConfig) -> list[str]:
-    mode, rollout = config.trainer.async_training.mode, config.actor_rollout_ref.rollout
+        )
     if mode in POOL_ASYNC_MODES and not rollout_pool(config):
-        return [
+        yield (
             f"'{SECTION}.mode' is {mode}, but {ROLLOUT}.n_gpus_per_node={rollout.n_gpus_per_node} and "
             f"{ROLLOUT}.nnodes={rollout.nnodes}: generating and training share one set of weights here, so they cannot "
             f"overlap. Give generation its own GPUs (with trainer.device=cpu: its own processes), e.g. {POOL}, or stay "
             f"on these with {SECTION}.mode=carry_over"
-        ]
-    if mode == "carry_over" and rollout.n_gpus_per_node:
-        return [
+        )
+    elif mode == "carry_over" and rollout.n_gpus_per_node:
+        yield (
             f"'{SECTION}.mode' is carry_over, but {ROLLOUT}.n_gpus_per_node={rollout.n_gpus_per_node}: the GPUs of "
             f"generation would idle while the trainer trains. Set {SECTION}.mode=one_step_off or "
             f"{SECTION}.mode=fully_async, or share the trainer's GPUs: {ROLLOUT}.nnodes=0 {ROLLOUT}.n_gpus_per_node=0"
-        ]
-    if mode in ("carry_over", "fully_async") and not engine_spec(rollout.name).streams:
-        return [
+        )
+    elif mode in ("carry_over", "fully_async") and not engine_spec(rollout.name).streams:
+        yield (
             f"'{ROLLOUT}.name' is {rollout.name}, which generates one batch of requests to its end; {SECTION}.mode="
             f"{mode} adds requests and weights meanwhile. Set {ROLLOUT}.name=native, or {SECTION}.mode=off"
-        ]
-    return []
-
-
-def _correction_errors(config: PPOConfig) -> list[str]:
-    staleness, chosen = config.trainer.async_training.staleness or 0, config.algorithm.rollout_correction
-    if not staleness or chosen.bypass_mode or chosen.rollout_is or chosen.rollout_rs:
-        return []
-    return [
-        f"'{SECTION}.staleness' is {staleness}: responses are drawn by weights up to {counted(staleness, 'step')} "
-        "older than those trained, which needs a correction. Choose one: "
-        f"{CORRECTION}.bypass_mode=True (the clipped ratio of the loss is taken to the weights that drew each token; "
-        "saves a pass); "
-        f"{CORRECTION}.rollout_is=token (the ratio to the weights before the update, and a truncated importance "
-        "weight for the rest); "
-        f"{CORRECTION}.rollout_rs=seq_mean_k1 {CORRECTION}.rollout_rs_threshold=0.5_2.0 (leaves out responses that the "
-        f"weights before the update would hardly give); or {SECTION}.mode=off"
-    ]
-
-
-def _group_errors(config: PPOConfig) -> list[str]:
-    mode, lines = config.trainer.async_training.mode, []
+        )
+    if staleness and not (chosen.bypass_mode or chosen.rollout_is or chosen.rollout_rs):
+        yield (
+            f"'{name}' is {staleness}: responses are drawn by weights up to {counted(staleness, 'step')} older than "
+            "those trained, which needs a correction. Choose one: "
+            f"{CORRECTION}.bypass_mode=True (the clipped ratio of the loss is taken to the weights that drew each "
+            f"token; saves a pass); {CORRECTION}.rollout_is=token (the ratio to the weights before the update, and a "
+            f"truncated importance weight for the rest); {CORRECTION}.rollout_rs=seq_mean_k1 "
+            f"{CORRECTION}.rollout_rs_threshold=0.5_2.0 (leaves out responses that the weights before the update would "
+            f"hardly give); or {SECTION}.mode=off"
+        )
     for method in methods_of(config):
         if "reward_baselines" in method.needs:
-            lines.append(
+            yield (
                 f"'{method.key}' is {method.name}, which needs a greedy response by the weights that drew the samples; "
                 f"{SECTION}.mode={mode} does not keep them; set "
                 f"algorithm.adv_estimator=rloo (with {ROLLOUT}.n=2 or more), or {SECTION}.mode=off"
             )
     if config.algorithm.filter_groups.enable:
-        lines.append(
+        yield (
             f"'algorithm.filter_groups.enable' is True, which draws more prompts in the middle of a step, but "
             f"{SECTION}.mode={mode} starts them before the step; set algorithm.filter_groups.enable=False, or "
             f"{SECTION}.mode=off"
         )
-    return lines

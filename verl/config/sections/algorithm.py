@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,15 +44,14 @@ class FilterGroupsConfig:
     accuracy_upper_bound: float | None = key(None, "largest mean of metric in a group", used_if=".enable")
     max_num_gen_batches: int = key(0, "generation rounds per step; 0: no limit", ge=0, used_if=".enable")
 
-    def errors(self, name: str) -> list[str]:
+    def errors(self, name: str) -> Iterator[str]:
         """What is wrong within the section called `name`."""
         lower, upper = self.accuracy_lower_bound, self.accuracy_upper_bound
-        if lower is None or upper is None or lower < upper:
-            return []
-        return [
-            f"'{name}.accuracy_lower_bound' is {lower:g}; it must be below {name}.accuracy_upper_bound={upper:g}, e.g. "
-            "0.2 and 0.8"
-        ]
+        if lower is not None and upper is not None and lower >= upper:
+            yield (
+                f"'{name}.accuracy_lower_bound' is {lower:g}; it must be below {name}.accuracy_upper_bound={upper:g}, "
+                "e.g. 0.2 and 0.8"
+            )
 
 
 @dataclass
@@ -71,15 +71,13 @@ class RolloutCorrectionConfig:
     )
     bypass_mode: bool = key(False, "take the rollout engine's log-probs as the old ones (saves a pass)")
 
-    def errors(self, name: str) -> list[str]:
+    def errors(self, name: str) -> Iterator[str]:
         """What is wrong within the section called `name`."""
-        lines = []
         for read in (lambda: rejection_rules(self), lambda: Bounds.parse(self.rollout_is_threshold, "is")):
             try:
                 read()
             except ConfigError as error:
-                lines.append(str(error))
-        return lines
+                yield str(error)
 
 
 _CORRECTION = "algorithm.rollout_correction"
@@ -151,13 +149,12 @@ class PRIMEConfig:
     outcome_coef: float = key(5.0, "weight of the outcome", ge=0)
     process_coef: float = key(5.0, "weight of the token rewards", ge=0)
 
-    def errors(self, name: str) -> list[str]:
+    def errors(self, name: str) -> Iterator[str]:
         """What is wrong within the section called `name`."""
-        if self.outcome_coef or self.process_coef:
-            return []
-        return [
-            f"'{name}.outcome_coef' and '{name}.process_coef' are both 0: nothing is left to learn from; 5 is usual"
-        ]
+        if not (self.outcome_coef or self.process_coef):
+            yield (
+                f"'{name}.outcome_coef' and '{name}.process_coef' are both 0: nothing is left to learn from; 5 is usual"
+            )
 
 
 @dataclass

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
@@ -135,13 +136,11 @@ class SFTDataConfig(OfflineDataConfig):
     tools_key: str = key("tools", "column that holds the tools the model may call, as JSON schemas")
 
 
-def file_errors(name: str, output_path: str | None, max_samples: int) -> list[str]:
+def file_errors(name: str, output_path: str | None, max_samples: int) -> Iterator[str]:
     """What is wrong with the file rows are written to, and with the number of rows read."""
-    lines = []
     if output_path and PurePath(output_path).suffix not in OUTPUT_SUFFIXES:
-        lines.append(
+        yield (
             f"'{name}.output_path' is '{output_path}'; it must end with one of {', '.join(OUTPUT_SUFFIXES)}"
         )
     if max_samples == 0:
-        lines.append(f"'{name}.max_samples' is 0; set it to at least 1, or -1 for all rows")
-    return lines
+        yield f"'{name}.max_samples' is 0; set it to at least 1, or -1 for all rows"

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +50,7 @@ class GenerationDataConfig(PromptsConfig):
         PromptsConfig, "cache_dir", used_if=".filter_overlong_prompts or .truncation=error"
     )
 
-    def errors(self, name: str) -> list[str]:
+    def errors(self, name: str) -> Iterator[str]:
         """What is wrong within the section called `name`."""
         return file_errors(name, self.output_path, self.max_samples)
 
@@ -60,18 +61,15 @@ class GenerationRolloutConfig(EngineConfig):
 
     raw_log_probs: bool = shared(EngineConfig, "raw_log_probs", used_if="data.save_log_probs")
 
-    def errors(self, name: str) -> list[str]:
+    def errors(self, name: str) -> Iterator[str]:
         """What is wrong within the section called `name`."""
-        lines = engine_errors(name, self.name, self.mode)
+        yield from engine_errors(name, self.name, self.mode)
         if self.multi_turn.enable and self.ignore_eos:
-            lines.append(
-                f"'{name}.ignore_eos' is True, but turns must end ({name}.multi_turn); set it to False"
-            )
+            yield f"'{name}.ignore_eos' is True, but turns must end ({name}.multi_turn); set it to False"
         if self.dtype == "fp8" and not engine_spec(self.name).fp8:
-            lines.append(
+            yield (
                 f"'{name}.dtype' is fp8, which {name}.name={self.name} does not support; use native, or another dtype"
             )
-        return lines
 
 
 @dataclass
@@ -93,7 +91,7 @@ class EvaluationDataConfig:
         used_if=".output_path or .metrics_path",
     )
 
-    def errors(self, name: str) -> list[str]:
+    def errors(self, name: str) -> Iterator[str]:
         """What is wrong within the section called `name`."""
         return file_errors(name, self.output_path, self.max_samples)
 
@@ -109,18 +107,17 @@ class EvaluationRewardConfig(RewardConfig):
         RewardConfig, "max_failure_ratio", "no effect: failures are counted and scoring continues", "@never"
     )
 
-    def errors(self, name: str) -> list[str]:
+    def errors(self, name: str) -> Iterator[str]:
         """What is wrong within the section called `name`."""
-        lines = super().errors(name)
+        yield from super().errors(name)
         if self.reward_model.n_gpus_per_node or self.reward_model.nnodes:
-            lines.append(
+            yield (
                 f"'{name}.reward_model.n_gpus_per_node' and 'nnodes' need a trainer's Ray cluster; set both to 0"
             )
         if self.overlong_buffer.enable:
-            lines.append(
+            yield (
                 f"'{name}.overlong_buffer.enable' is True; the penalty is part of training, set it to False"
             )
-        return lines
 
 
 @dataclass

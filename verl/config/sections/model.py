@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,17 +56,15 @@ class OptimConfig:
         False, "update 16-bit weights without float32 master copies", used_if="@16bit"
     )
 
-    def errors(self, name: str) -> list[str]:
+    def errors(self, name: str) -> Iterator[str]:
         """What is wrong within the section called `name`."""
-        lines = []
         if len(self.betas) != 2 or max(self.betas) >= 1:
-            lines.append(f"'{name}.betas' is {self.betas}; it must be two numbers of at least 0 and below 1")
+            yield f"'{name}.betas' is {self.betas}; it must be two numbers of at least 0 and below 1"
         if self.lr_warmup_steps >= 0 and self.lr_warmup_steps_ratio > 0:
-            lines.append(
+            yield (
                 f"'{name}.lr_warmup_steps' is {self.lr_warmup_steps} and '{name}.lr_warmup_steps_ratio' is "
                 f"{self.lr_warmup_steps_ratio:g}; keep one of them"
             )
-        return lines
 
 
 @dataclass
@@ -126,14 +125,13 @@ class CheckpointConfig:
     load_contents: list[str] | None = key(None, "to load on resume; default: all", known=SAVE_CONTENTS)
     async_save: bool = key(False, "copy to host memory and write in the background")
 
-    def errors(self, name: str) -> list[str]:
+    def errors(self, name: str) -> Iterator[str]:
         """What is wrong within the section called `name`."""
-        if self.load_contents is None or "model" in self.load_contents:
-            return []
-        return [
-            f"'{name}.load_contents' is {self.load_contents}: a resumed run would continue with the weights it began "
-            "with; add model"
-        ]
+        if self.load_contents is not None and "model" not in self.load_contents:
+            yield (
+                f"'{name}.load_contents' is {self.load_contents}: a resumed run would continue with the weights it "
+                "began with; add model"
+            )
 
 
 @dataclass

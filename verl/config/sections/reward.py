@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,12 +73,11 @@ class RewardModelConfig:
         RewardModelRolloutConfig, "no effect; for configs of other systems", used_if="@never"
     )
 
-    def errors(self, name: str) -> list[str]:
+    def errors(self, name: str) -> Iterator[str]:
         """What is wrong within the section called `name`."""
-        lines = dedicated_gpu_errors(name, self.n_gpus_per_node, self.nnodes)
+        yield from dedicated_gpu_errors(name, self.n_gpus_per_node, self.nnodes)
         if self.enable and not self.model_path:
-            lines.append(f"'{name}.enable' is True; it needs '{name}.model_path'")
-        return lines
+            yield f"'{name}.enable' is True; it needs '{name}.model_path'"
 
 
 @dataclass
@@ -155,17 +155,15 @@ class RewardConfig:
     sandbox: SandboxConfig = section(SandboxConfig, "limits for model-written code")
     overlong_buffer: OverlongBufferConfig = section(OverlongBufferConfig, "soft penalty for long responses")
 
-    def errors(self, name: str) -> list[str]:
+    def errors(self, name: str) -> Iterator[str]:
         """What is wrong within the section called `name`."""
-        lines = []
         if self.custom_reward_function.path and self.functions:
-            lines.append(
+            yield (
                 f"'{name}.custom_reward_function.path' and '{name}.functions' are both given; put all of them into "
                 f"{name}.functions=[{{path: ..., name: ..., weight: 1.0}}, ...]"
             )
         for i, function in enumerate(self.functions):
             if not function.path:
-                lines.append(f"'{name}.functions[{i}].path' is required: file, pkg.module or module:function")
+                yield f"'{name}.functions[{i}].path' is required: file, pkg.module or module:function"
         if self.judge.base_url and not self.judge.model:
-            lines.append(f"'{name}.judge.base_url' is set; it needs '{name}.judge.model'")
-        return lines
+            yield f"'{name}.judge.base_url' is set; it needs '{name}.judge.model'"

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,21 +97,25 @@ class MultiTurnConfig:
         known=("append", "split"),
     )
 
-    def errors(self, name: str) -> list[str]:
+    @property
+    def splits(self) -> bool:
+        """Whether a conversation becomes several rows."""
+        return self.enable and self.history == "split"
+
+    def errors(self, name: str) -> Iterator[str]:
         """What is wrong within the section called `name`."""
         if not self.enable:
-            return []
-        user, lines = self.user, []
+            return
+        user = self.user
         if not (self.tools or self.environment or self.tool_server or self.mcp or user.path or user.base_url):
-            lines.append(
+            yield (
                 f"'{name}.enable' is True; it needs one of {name}.tools, environment, tool_server, mcp, user.path or "
                 "user.base_url"
             )
         if user.path and user.base_url:
-            lines.append(f"'{name}.user.path' and '{name}.user.base_url' are both given; keep one")
+            yield f"'{name}.user.path' and '{name}.user.base_url' are both given; keep one"
         if user.base_url and not user.model:
-            lines.append(f"'{name}.user.base_url' is set; it needs '{name}.user.model'")
-        return lines
+            yield f"'{name}.user.base_url' is set; it needs '{name}.user.model'"
 
 
 @dataclass
@@ -178,21 +183,19 @@ class RolloutConfig(EngineConfig, LogProbConfig):
     nnodes: int = key(0, "nodes for rollout alone; 0: on the trainer's nodes", ge=0)
     val_kwargs: ValKwargsConfig = section(ValKwargsConfig, "sampling in validation", used_if="data.val_files")
 
-    def errors(self, name: str) -> list[str]:
+    def errors(self, name: str) -> Iterator[str]:
         """What is wrong within the section called `name`."""
         return dedicated_gpu_errors(name, self.n_gpus_per_node, self.nnodes)
 
 
-def engine_errors(name: str, engine: str, mode: str) -> list[str]:
+def engine_errors(name: str, engine: str, mode: str) -> Iterator[str]:
     if mode != "server" and not engine_spec(engine).in_process:
-        return [f"{name}.name={engine} in the trainer's process is not available; set {name}.mode=server"]
-    return []
+        yield f"{name}.name={engine} in the trainer's process is not available; set {name}.mode=server"
 
 
-def dedicated_gpu_errors(name: str, n_gpus_per_node: int, nnodes: int) -> list[str]:
-    if (n_gpus_per_node == 0) == (nnodes == 0):
-        return []
-    return [
-        f"'{name}.n_gpus_per_node' is {n_gpus_per_node} and '{name}.nnodes' is {nnodes}; set both, or neither to share "
-        "the trainer's GPUs"
-    ]
+def dedicated_gpu_errors(name: str, n_gpus_per_node: int, nnodes: int) -> Iterator[str]:
+    if (n_gpus_per_node == 0) != (nnodes == 0):
+        yield (
+            f"'{name}.n_gpus_per_node' is {n_gpus_per_node} and '{name}.nnodes' is {nnodes}; set both, or neither to "
+            "share the trainer's GPUs"
+        )

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,14 +92,13 @@ class BaseTrainerConfig(PlacementConfig):
         120.0, "seconds a restart waits for a lost node before it takes fewer", ge=0, used_if=".max_restarts"
     )
 
-    def errors(self, name: str) -> list[str]:
+    def errors(self, name: str) -> Iterator[str]:
         """What is wrong within the section called `name`."""
-        errors = self.profile_errors(name, self.total_training_steps)
+        yield from self.profile_errors(name, self.total_training_steps)
         if self.resume_mode == "resume_path" and not self.resume_from_path:
-            errors.append(
+            yield (
                 f"'{name}.resume_mode' is resume_path; it needs '{name}.resume_from_path', a global_step_N folder"
             )
-        return errors
 
     def profile_errors(self, name: str, total_steps: int | None) -> list[str]:
         """Profiled ranks and steps that the run does not have; `total_steps`: None while it is not known."""
