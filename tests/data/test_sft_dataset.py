@@ -12,7 +12,7 @@ import pytest
 from verl.config.schema import SFTDataConfig
 from verl.data.chat import ChatFormat
 from verl.data.files import Rows
-from verl.data.sft_dataset import SFTDataset, sft_collate, sft_loader
+from verl.data.offline_dataset import SFTDataset, sft_collate, sft_loader
 from verl.errors import DataError, ModelError
 
 

@@ -124,7 +124,7 @@ def test_first_loss_is_the_cross_entropy_of_the_response_tokens(model, data, run
 
     tokenizer, plain = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
     config = load_sft_config(arguments(model, data, "unused"))
-    from verl.data.sft_dataset import sft_loader
+    from verl.data.offline_dataset import sft_loader
 
     first = next(iter(sft_loader(config.data, tokenizer)))
     total, count = 0.0, 0

@@ -8,15 +8,12 @@ both [B, T] in the rewards' dtype, zero where the mask is 0. Values at masked po
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from verl.algorithms.aggregation import Tensor, as_bool, keep, masked_whiten, sequence_mean, torch
 from verl.algorithms.groups import Groups, scored_groups, spread
 from verl.config.methods import F, register_adv_est
-from verl.config.schema import AlgorithmConfig
-
-if TYPE_CHECKING:
-    from verl.config.schema import PPOConfig
+from verl.config.schema import AlgorithmConfig, PPOConfig
 
 _DEFAULTS = AlgorithmConfig()
 EPSILON = 1e-6

@@ -8,18 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from verl.algorithms.aggregation import Tensor, agg_loss, as_bool, keep, masked_mean, masked_sum, torch
 from verl.algorithms.groups import Trajectories, group_ids
 from verl.algorithms.preference import Answers, additive_loss, pair_weights
 from verl.config.methods import POLICY_LOSS, register_policy_loss
-from verl.config.schema import PolicyLossConfig
+from verl.config.schema import PolicyLossConfig, PPOConfig
 from verl.errors import ConfigError
 from verl.observe.metrics import Metric
-
-if TYPE_CHECKING:
-    from verl.config.schema import PPOConfig
 
 
 @dataclass(frozen=True)

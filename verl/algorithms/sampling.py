@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from verl.algorithms.aggregation import Tensor, torch
 from verl.algorithms.groups import Groups, sequence_scores
 from verl.config.methods import methods_of, register_correction
+from verl.config.schema import PPOConfig
 from verl.config.sections.algorithm import FILTER_METRICS, PF_PPO_METHODS
 from verl.errors import ConfigError, TrainingHalted
-
-if TYPE_CHECKING:
-    from verl.config.schema import PPOConfig
 
 _ROUNDING = 1e-9
 

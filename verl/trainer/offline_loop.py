@@ -15,8 +15,7 @@ from verl.checkpoint import CheckpointManager
 from verl.config.model_path import vocabulary_size
 from verl.config.parallelism import world_size
 from verl.config.schema import DPOConfig, PreferenceConfig, RewardTrainingConfig
-from verl.data.preference_dataset import preference_loader, use_of
-from verl.data.sft_dataset import sft_loader
+from verl.data.offline_dataset import preference_loader, sft_loader, use_of
 from verl.data.tokenizer import load_tokenizer, warn_of_vocabulary
 from verl.errors import CheckpointError
 from verl.observe.findings import Finding, read_findings

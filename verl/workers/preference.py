@@ -28,7 +28,7 @@ from verl.algorithms.preference import (
     share_right,
 )
 from verl.config.model_path import weight_files
-from verl.data.preference_dataset import PreferenceDataset
+from verl.data.offline_dataset import PreferenceDataset
 from verl.data.proto import DataProto
 from verl.observe.metrics import Metric
 from verl.workers.offline import OfflineRole
