@@ -42,10 +42,17 @@ def gae(
     config: Any = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation. Positions with mask 0 (tool tokens) are skipped: the next value and the
-    next advantage pass over them unchanged."""
+    """Generalised advantage estimation: A = delta + gamma * lam * A_next with delta = r + gamma * V_next - V over
+    policy tokens. Positions with mask 0 (tool tokens) are skipped: the next value and the next advantage pass over them
+    unchanged. Past the last policy token rewards and values are zero, and with them delta: the recursion starts there
+    by itself."""
     gamma, lam = _setting(gamma, config, "gamma"), _setting(lam, config, "lam")
-    advantages = advantage_scan(token_level_rewards, values, response_mask, gamma, lam)
+    flags = as_bool(response_mask)
+    compaction = _Compaction(flags)
+    value = compaction.apply(keep(values, flags))
+    delta = compaction.apply(keep(token_level_rewards, flags)) - value
+    delta[:, :-1].add_(value[:, 1:], alpha=gamma)
+    advantages = keep(compaction.undo(_discounted_suffix_sum_(delta, gamma * lam)), flags)
     returns = keep(advantages + values, response_mask)
     return masked_whiten(advantages, response_mask), returns
 
@@ -298,19 +305,6 @@ def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
         return keep(kept.flip(-1).cumsum(-1).flip(-1), flags)
     compaction = _Compaction(flags)
     return keep(compaction.undo(_discounted_suffix_sum_(compaction.apply(kept), gamma)), flags)
-
-
-def advantage_scan(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> Tensor:
-    """A = delta + gamma * lam * A_next with delta = r + gamma * V_next - V over policy tokens, zero elsewhere.
-
-    Past the last policy token rewards and values are zero, and with them delta: the recursion starts there by
-    itself."""
-    flags = as_bool(mask)
-    compaction = _Compaction(flags)
-    value = compaction.apply(keep(values, flags))
-    delta = compaction.apply(keep(rewards, flags)) - value
-    delta[:, :-1].add_(value[:, 1:], alpha=gamma)
-    return keep(compaction.undo(_discounted_suffix_sum_(delta, gamma * lam)), flags)
 
 
 class _Compaction:

@@ -173,8 +173,9 @@ def _statistics(
         stats[f"std@{most}"] = _average([float(v.std(ddof=1)) if len(v) > 1 else 0.0 for v in values])
     binary = all(bool(np.isin(v, (0, 1)).all()) for v in values)
     curves = []
-    for prompt, v in zip(samples, values, strict=True) if predictions is not None else ():
-        curves.append(majority_curve([predictions[row] for row in prompt], v))
+    if predictions is not None:
+        for prompt, v in zip(samples, values, strict=True):
+            curves.append(majority_curve([predictions[row] for row in prompt], v))
     for k in subset_sizes(most):
         if binary:
             stats[f"pass@{k}"] = _average([pass_at_k(len(v), int(v.sum()), min(k, len(v))) for v in values])

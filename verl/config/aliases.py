@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from verl.config.build import finite_number
 from verl.config.keys import schema_keys
 from verl.config.schema import (
     ActorConfig,
@@ -147,11 +148,8 @@ def _switch(name: str, value: Any) -> bool:
 
 
 def _number(name: str, value: Any, least: float, allowed: str) -> float:
-    try:
-        number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not (math.isfinite(number) and number >= least):
+    number = None if isinstance(value, bool) else finite_number(value)
+    if number is None or number < least:
         raise ConfigError(f"'{name}' is {value!r}; it must be {allowed}")
     return number
 

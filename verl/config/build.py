@@ -174,11 +174,11 @@ def _scalar(wanted: Any, value: Any) -> Any:
     elif wanted is int and not isinstance(value, bool):
         if isinstance(value, int):
             return value
-        number = _number(value)
+        number = finite_number(value)
         if number is not None and number == int(number):
             return int(number)
     elif wanted is float and not isinstance(value, bool):
-        number = _number(value)
+        number = finite_number(value)
         if number is not None:
             return number
     elif wanted is str:
@@ -189,7 +189,7 @@ def _scalar(wanted: Any, value: Any) -> Any:
     raise Mismatch
 
 
-def _number(value: Any) -> float | None:
+def finite_number(value: Any) -> float | None:
     """The value as a finite number."""
     if not isinstance(value, (int, float, str)):
         return None

@@ -160,17 +160,6 @@ def declared(kind: Any) -> Mapping[str, Declared]:
     return found
 
 
-def resolved(metadata: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """What is declared of the key `name`, with the names and conditions that registered methods give."""
-    known, own = metadata.get("known"), metadata["used_if"]
-    conditions = own if isinstance(own, tuple) else (own,)
-    return {
-        **metadata,
-        "known": known() if callable(known) else known,
-        "used_if": tuple(each(name) if callable(each) else each for each in conditions),
-    }
-
-
 class Schema(NamedTuple):
     """The keys of a config by their full names, in order; its sections with their dataclasses and documentation."""
 
@@ -178,16 +167,20 @@ class Schema(NamedTuple):
     sections: dict[str, tuple[Any, str]]
 
     def add(self, kind: Any, prefix: str, defaults: Mapping[str, Any], used_if: tuple[str, ...]) -> None:
-        """Add what a section declares; `defaults` are those of the section around it, `used_if` its conditions."""
-        for last, each in declared(kind).items():
-            name, metadata = prefix + last, resolved(each.metadata, last)
-            conditions = used_if + tuple(_absolute(condition, prefix) for condition in metadata["used_if"])
-            if is_dataclass(each.type):
-                self.sections[name] = (each.type, metadata["doc"])
-                self.add(each.type, f"{name}.", metadata["defaults"], conditions)
+        """Add what a section declares, with the names and conditions that registered methods give; `defaults` are those
+        of the section around it, `used_if` its conditions."""
+        for last, (wanted, default, metadata) in declared(kind).items():
+            name, known, own = prefix + last, metadata.get("known"), metadata["used_if"]
+            own = tuple(
+                each(last) if callable(each) else each for each in (own if isinstance(own, tuple) else (own,))
+            )
+            metadata = {**metadata, "known": known() if callable(known) else known, "used_if": own}
+            conditions = used_if + tuple(_absolute(condition, prefix) for condition in own)
+            if is_dataclass(wanted):
+                self.sections[name] = (wanted, metadata["doc"])
+                self.add(wanted, f"{name}.", metadata["defaults"], conditions)
             else:
-                default = defaults.get(last, each.default)
-                self.keys[name] = Key(name, each.type, default, metadata, conditions)
+                self.keys[name] = Key(name, wanted, defaults.get(last, default), metadata, conditions)
 
 
 def added_sections(kind: Any) -> dict[str, type]:

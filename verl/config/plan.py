@@ -209,10 +209,10 @@ class RunPlan:
         """GPUs and packages that the run needs and this machine lacks."""
         return machine_errors(self.config, self.device) + missing_packages(self.config)
 
-    def batches(self, role: str = "", total_steps: int | None = None) -> BatchPlan:
+    def batches(self, role: str = "") -> BatchPlan:
         """The batch arithmetic of a role, by default of the one first trained."""
         chosen = next((each for each in self.roles if each.name == role), self.roles[0])
-        return batch_plan(self.config, total_steps, chosen)
+        return batch_plan(self.config, role=chosen)
 
     @cached_property
     def sizes(self) -> dict[str, ModelSizes | None]:

@@ -18,7 +18,7 @@ import yaml
 
 from verl.config.keys import to_dict
 from verl.errors import ConfigError
-from verl.json_input import MAX_BYTES, MAX_DEPTH, check_nesting, open_regular
+from verl.json_input import MAX_DEPTH, check_nesting, read_text
 
 # Names in a `defaults:` list that mean the schema's defaults, which are always there.
 BUILT_IN = (
@@ -111,11 +111,7 @@ def dump_yaml(values: Any) -> str:
 def load_yaml(path: Path) -> dict[Any, Any]:
     """The mapping in a file, at most `MAX_DEPTH` levels deep; {} for an empty file."""
     try:
-        with open_regular(path) as file:
-            content = file.read(MAX_BYTES + 1)
-        if len(content) > MAX_BYTES:
-            raise ValueError(f"larger than {MAX_BYTES:,} bytes")
-        loaded = yaml.load(content.decode("utf-8"), Loader=_Loader)
+        loaded = yaml.load(read_text(path), Loader=_Loader)
         check_nesting(loaded, _MAX_VALUES)
     except RecursionError:
         raise ConfigError(f"cannot read '{path}': nested deeper than {MAX_DEPTH} levels") from None

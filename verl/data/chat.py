@@ -427,15 +427,11 @@ class ChatFormat:
             return self.encode([self._marked_text(messages, False, where=where)])[0]
         text = "\n\n".join(str(message["content"]) for message in messages)
         marked = self._special.mark(text)
+        ids: list[int]
         if not is_marked(marked):
-            ids: list[int] = self.tokenizer(text, verbose=False)["input_ids"]
+            ids = self.tokenizer(text, verbose=False)["input_ids"]
             return ids
-        before, after = self._added_around
-        return [*before, *self.encode([marked])[0], *after]
-
-    @cached_property
-    def _added_around(self) -> tuple[list[int], list[int]]:
-        """What the tokenizer itself puts before and after plain text."""
+        # What the tokenizer itself puts before and after plain text goes there.
         ids, (inner,) = self.tokenizer("a", verbose=False)["input_ids"], self.encode(["a"])
         start = next(at for at in range(len(ids)) if ids[at : at + len(inner)] == inner)
-        return ids[:start], ids[start + len(inner) :]
+        return [*ids[:start], *self.encode([marked])[0], *ids[start + len(inner) :]]

@@ -214,19 +214,13 @@ def training_loader(
 
 
 def validation_loader(
-    config: DataConfig,
-    tokenizer: Tokenizer,
-    *,
-    batch_size: int | None = None,
-    tools: Tools | ToolsOfRow | None = None,
+    config: DataConfig, tokenizer: Tokenizer, *, tools: Tools | ToolsOfRow | None = None
 ) -> Loader | None:
-    """All validation prompts in file order (one batch unless `batch_size` is given), or None without val_files."""
+    """All validation prompts in file order as one batch, or None without val_files."""
     if not config.val_files:
         return None
     dataset = RLDataset(config, config.val_files, tokenizer, training=False, tools=tools)
-    return Loader(
-        dataset, batch_size or len(dataset), drop_last=False, num_workers=config.dataloader_num_workers
-    )
+    return Loader(dataset, len(dataset), drop_last=False, num_workers=config.dataloader_num_workers)
 
 
 def _mixture_rows(config: DataConfig) -> tuple[list[tuple[str, float, int, int]], Rows | None]:

@@ -135,7 +135,17 @@ class FollowingMegatronConfig(MegatronConfig):
     expert_model_parallel_size: int = _as_actor_size("expert_model_parallel_size")
 
 
-_MEGATRON = ("megatron's parallel sizes; default: the actor's", ".strategy=megatron")
+@dataclass
+class FollowingShardingConfig(ShardingConfig):
+    """The engine of another role; what is not set is as the actor's."""
+
+    strategy: str = _as_actor("strategy")
+    ulysses_sequence_parallel_size: int = _as_actor("ulysses_sequence_parallel_size")
+    megatron: FollowingMegatronConfig = section(
+        FollowingMegatronConfig,
+        "megatron's parallel sizes; default: the actor's",
+        used_if=".strategy=megatron",
+    )
 
 
 @dataclass
@@ -152,12 +162,8 @@ class LogProbConfig:
 
 
 @dataclass
-class RefConfig(LogProbConfig, ShardingConfig):
+class RefConfig(LogProbConfig, FollowingShardingConfig):
     """The frozen reference policy (the model before training; adapters off under LoRA)."""
-
-    strategy: str = _as_actor("strategy")
-    ulysses_sequence_parallel_size: int = _as_actor("ulysses_sequence_parallel_size")
-    megatron: FollowingMegatronConfig = section(FollowingMegatronConfig, _MEGATRON[0], used_if=_MEGATRON[1])
 
 
 @dataclass
@@ -182,11 +188,10 @@ class TeacherConfig(FrozenRoleConfig):
 
 
 @dataclass
-class CriticConfig(TrainEngineConfig):
+class CriticConfig(FollowingShardingConfig, TrainEngineConfig):
     """The value model; used by the estimators that need one (gae)."""
 
     enable: bool | None = key(None, "train a critic; default: when the estimator needs one")
-    strategy: str = _as_actor("strategy")
     model: ModelConfig = section(ModelConfig, "the model the value head sits on; default path: the actor's")
     optim: OptimConfig = section(OptimConfig, "optimiser and schedule", lr=1e-5)
     ppo_mini_batch_size: int = _as_actor("ppo_mini_batch_size")
@@ -204,16 +209,13 @@ class CriticConfig(TrainEngineConfig):
     grad_clip: float = shared(ActorConfig, "grad_clip")
     cliprange_value: float = key(0.5, "how far a value may move before its loss is clipped", ge=0)
     loss_agg_mode: str = shared(ActorConfig, "loss_agg_mode", used_if=())
-    ulysses_sequence_parallel_size: int = _as_actor("ulysses_sequence_parallel_size")
-    megatron: FollowingMegatronConfig = section(FollowingMegatronConfig, _MEGATRON[0], used_if=_MEGATRON[1])
     checkpoint: CheckpointConfig = section(CheckpointConfig, "what checkpoints hold")
 
 
 @dataclass
-class TrainedRoleConfig(LogProbConfig, TrainEngineConfig):
+class TrainedRoleConfig(LogProbConfig, FollowingShardingConfig, TrainEngineConfig):
     """A language model with the policy's tokens that is trained beside it."""
 
-    strategy: str = _as_actor("strategy")
     model: ModelConfig = section(
         ModelConfig, "the model, with the policy's tokens; default path: the actor's"
     )
@@ -224,8 +226,6 @@ class TrainedRoleConfig(LogProbConfig, TrainEngineConfig):
     ppo_max_token_len_per_gpu: int | None = _as_actor("ppo_max_token_len_per_gpu")
     ppo_epochs: int = shared(ActorConfig, "ppo_epochs")
     grad_clip: float = key(10.0, "largest gradient norm; 0: no clipping", ge=0)
-    ulysses_sequence_parallel_size: int = _as_actor("ulysses_sequence_parallel_size")
-    megatron: FollowingMegatronConfig = section(FollowingMegatronConfig, _MEGATRON[0], used_if=_MEGATRON[1])
     checkpoint: CheckpointConfig = section(CheckpointConfig, "what checkpoints hold")
 
 
