@@ -22,7 +22,7 @@ from verl.config.checks import check
 from verl.config.keys import get, nearest, schema_keys, to_dict
 from verl.config.masking import MASK, mask_values, masked_keys
 from verl.config.plan import RunPlan
-from verl.config.recipes import Recipe, recipe_for
+from verl.config.recipes import Recipe, help_text, recipe_for
 from verl.config.schema import AnyConfig, OfflineConfig, PPOConfig, SFTConfig
 from verl.config.sources import (
     dump_yaml,
@@ -59,8 +59,6 @@ def load_config(kind: type[Config], argv: list[str]) -> Config:
     line = parse_command_line(argv)
     draft = _Draft(kind)
     if line.help:
-        from verl.config.help import help_text
-
         with suppress(ConfigError):  # help is given also where the file is not right
             draft.add(read_yaml(line.config_path, line.config_name))
         for override in parse_overrides(word for word in line.overrides if _HELP_READS.match(word)):

@@ -188,12 +188,16 @@ class Loader:
             yield start, drawn, uids
 
     def __iter__(self) -> Iterator[DataProto]:
-        epoch, plan = self.epoch, self._plan(self.epoch, self.position)
+        epoch = self.epoch
+        for end, batch in self._made(self._plan(epoch, self.position)):
+            done = self._batches_after(end) == 0
+            self.epoch, self.position = (epoch + 1, 0) if done else (epoch, end)
+            yield batch
+
+    def _made(self, plan: Iterator[tuple[int, np.ndarray, list[str]]]) -> Iterator[tuple[int, DataProto]]:
+        """Where each batch ends, and the batch; made ahead by workers, where there are any."""
         if not self._workers:
-            for end, drawn, uids in plan:
-                batch = self.dataset.batch(drawn.tolist(), uids)
-                self._advance(epoch, end)
-                yield batch
+            yield from ((end, self.dataset.batch(drawn.tolist(), uids)) for end, drawn, uids in plan)
             return
         pool = ThreadPoolExecutor(self._workers, thread_name_prefix="verl-loader")
         ahead: deque[tuple[int, Future[DataProto]]] = deque()
@@ -201,21 +205,12 @@ class Loader:
             for end, drawn, uids in plan:
                 ahead.append((end, pool.submit(self.dataset.batch, drawn.tolist(), uids)))
                 if len(ahead) > self._workers:
-                    yield self._next_of(epoch, ahead)
-            while ahead:
-                yield self._next_of(epoch, ahead)
+                    end, future = ahead.popleft()
+                    yield end, future.result()
+            for end, future in ahead:
+                yield end, future.result()
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
-
-    def _next_of(self, epoch: int, ahead: deque[tuple[int, Future[DataProto]]]) -> DataProto:
-        end, future = ahead.popleft()
-        batch = future.result()
-        self._advance(epoch, end)
-        return batch
-
-    def _advance(self, epoch: int, end: int) -> None:
-        done = self._batches_after(end) == 0
-        self.epoch, self.position = (epoch + 1, 0) if done else (epoch, end)
 
     def restart(self) -> None:
         """Back to the first row of the first epoch, with the names its draws had then."""
