@@ -37,28 +37,13 @@ def warnings(plan: RunPlan) -> list[str]:
 
 
 def memory_warnings(plan: RunPlan) -> list[str]:
-    """A line for each model that is not in the estimate, and for each phase that does not fit."""
+    """A line for each model that is not in the estimate, and for each phase that does not fit, with the keys that would
+    help and by how much."""
+    device, memory = plan.device, plan.memory
     absent = [role for role in plan.roles if plan.sizes[role.name] is None]
     lines = [f"the {role.name} is not in the estimate: '{role.model.path}' is not here" for role in absent]
-    return lines + _too_large(plan)
-
-
-def _absent_files(config: PPOConfig | OfflineConfig) -> list[str]:
-    """Files the config names and this machine lacks."""
-    lines = []
-    for key in ("data.train_files", "data.val_files"):
-        for name in get(config, key):
-            local = name.startswith((".", "/")) or Path(name).suffix in _FILE_TYPES
-            if local and not Path(name).exists():
-                lines.append(f"'{key}': there is no file or folder '{name}'")
-    return lines
-
-
-def _too_large(plan: RunPlan) -> list[str]:
-    """A line for each phase that does not fit, with the keys that would help and by how much."""
-    device, memory, lines = plan.device, plan.memory, []
     if device.memory is None or memory is None:
-        return []
+        return lines
     for number, phase in enumerate(memory.phases):
         if phase.total <= device.memory * USABLE:
             continue
@@ -81,6 +66,17 @@ def _too_large(plan: RunPlan) -> list[str]:
             f"'generate' has no memory for the KV cache of one sequence besides the weights: raise "
             f"{ROLLOUT}.gpu_memory_utilization, or shorten data.max_response_length"
         )
+    return lines
+
+
+def _absent_files(config: PPOConfig | OfflineConfig) -> list[str]:
+    """Files the config names and this machine lacks."""
+    lines = []
+    for key in ("data.train_files", "data.val_files"):
+        for name in get(config, key):
+            local = name.startswith((".", "/")) or Path(name).suffix in _FILE_TYPES
+            if local and not Path(name).exists():
+                lines.append(f"'{key}': there is no file or folder '{name}'")
     return lines
 
 

@@ -304,20 +304,27 @@ class EncodedRows(SectionRows, Generic[Item]):
         index: int = self.items[position].index  # type: ignore[attr-defined]
         return index
 
+    @classmethod
+    def loader(
+        cls,
+        config: Any,
+        tokenizer: Tokenizer,
+        *,
+        training: bool = True,
+        fit: Callable[[int], None] | None = None,
+        **options: Any,
+    ) -> Loader | None:
+        """The loader of the data section's training or validation rows; None without val_files.
 
-def encoded_loader(
-    config: Any, open_rows: Callable[[Files], BatchSource], training: bool, fit: Callable[[int], None] | None
-) -> Loader | None:
-    """The loader of the data section's training or validation rows, which `open_rows` encodes; None without val_files.
-
-    `fit` is called with the rows per epoch before the size of a batch is read from `config`."""
-    files: Sequence[str] = config.train_files if training else config.val_files
-    if not files and not training:
-        return None
-    dataset = open_rows(files)
-    order = EpochOrder(len(dataset), seed=config.seed, shuffle=config.shuffle and training)
-    if fit is not None:
-        fit(len(order))
-    size = config.train_batch_size if training else min(config.train_batch_size, len(order))
-    workers = config.dataloader_num_workers
-    return Loader(dataset, size, order=order, drop_last=False, num_workers=workers)
+        `fit` is called with the rows per epoch before the size of a batch is read from `config`; `options` are those of
+        the dataset."""
+        files: Sequence[str] = config.train_files if training else config.val_files
+        if not files and not training:
+            return None
+        dataset: Any = cls(config, files, tokenizer, training=training, **options)
+        order = EpochOrder(len(dataset), seed=config.seed, shuffle=config.shuffle and training)
+        if fit is not None:
+            fit(len(order))
+        size = config.train_batch_size if training else min(config.train_batch_size, len(order))
+        workers = config.dataloader_num_workers
+        return Loader(dataset, size, order=order, drop_last=False, num_workers=workers)

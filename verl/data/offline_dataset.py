@@ -10,7 +10,7 @@ so that one that cannot be used is found before a model is loaded.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -27,7 +27,7 @@ from verl.data.assemble import pad_rows
 from verl.data.columns import as_number, require_column
 from verl.data.conversations import Answer, Row, encode_answers, pair_rows, sft_answers
 from verl.data.files import Files, Rows
-from verl.data.loader import EncodedRows, Loader, encoded_loader
+from verl.data.loader import EncodedRows
 from verl.data.proto import DataProto
 from verl.data.tokenizer import Tokenizer, truncate
 from verl.errors import DataError
@@ -190,21 +190,6 @@ class SFTDataset(EncodedRows[SFTItem]):
         return batch.union(DataProto.from_dict(non_tensors={"uid": uids}))
 
 
-def sft_loader(
-    config: SFTDataConfig,
-    tokenizer: Tokenizer,
-    *,
-    training: bool = True,
-    fit: Callable[[int], None] | None = None,
-) -> Loader | None:
-    """The loader of the data section's training or validation rows (`encoded_loader`)."""
-    return encoded_loader(
-        config, lambda files: SFTDataset(config, files, tokenizer, training=training), training, fit
-    )
-
-
-logger = logging.getLogger(__name__)
-
 Use = Literal["pairs", "kto", "reward"]
 """What the rows are for: log-probs of the answers; with a third row for kto's KL; the reward of each conversation."""
 
@@ -366,23 +351,6 @@ class PreferenceDataset(EncodedRows[PreferenceItem]):
             "uid": [uid for uid in uids for _ in range(each)],
         }
         return DataProto.from_dict(tensors=tensors, non_tensors=columns, meta_info={"rows_together": each})
-
-
-def preference_loader(
-    config: PreferenceDataConfig,
-    tokenizer: Tokenizer,
-    *,
-    training: bool = True,
-    use: Use = "pairs",
-    fit: Callable[[int], None] | None = None,
-) -> Loader | None:
-    """The loader of the data section's training or validation pairs (`encoded_loader`)."""
-    return encoded_loader(
-        config,
-        lambda files: PreferenceDataset(config, files, tokenizer, training=training, use=use),
-        training,
-        fit,
-    )
 
 
 def _answered_by(mine: Encoded, other: Encoded, limit: int) -> Encoded:
