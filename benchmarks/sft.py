@@ -27,8 +27,8 @@ from benchmarks.train_shapes import SHAPES, Shape
 from verl.config.load import from_dict
 from verl.config.schema import SFTConfig
 from verl.data.loader import Loader
+from verl.data.offline_dataset import SFTItem, sft_collate
 from verl.data.proto import DataProto
-from verl.data.sft_dataset import SFTItem, sft_collate
 from verl.workers.offline import SFTRole
 
 KINDS = (

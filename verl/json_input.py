@@ -37,13 +37,18 @@ def parse_json(text: str | bytes, parse_int: Callable[[str], Any] | None = None)
     return value
 
 
-def read_json(path: Path | str, max_bytes: int = MAX_BYTES) -> Any:
+def read_json(path: Path | str) -> Any:
     """The value in a small file. OSError where it cannot be opened."""
+    return parse_json(read_text(path))
+
+
+def read_text(path: Path | str) -> str:
+    """The text in a small file. OSError where it cannot be opened."""
     with open_regular(path) as file:
-        content = file.read(max_bytes + 1)
-    if len(content) > max_bytes:
-        raise ValueError(f"larger than {max_bytes:,} bytes")
-    return parse_json(content.decode("utf-8"))
+        content = file.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise ValueError(f"larger than {MAX_BYTES:,} bytes")
+    return content.decode("utf-8")
 
 
 def open_regular(path: Path | str) -> BinaryIO:

@@ -179,7 +179,9 @@ def _only_with(kind: type, conditions: Iterable[str], section: str) -> list[str]
 
 
 def _condition(kind: type, condition: str, section: str) -> str:
-    return " or ".join(_term(kind, term, section) for term in condition.split(" or "))
+    return " or ".join(
+        _term(kind, term, section) for term in condition.split(" or ") if term[:7] != "@needs:"
+    )
 
 
 def _term(kind: type, term: str, section: str) -> str:

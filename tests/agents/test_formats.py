@@ -17,7 +17,7 @@ from verl.agents.formats import (
     known_formats,
     register_tool_format,
 )
-from verl.config.known import TOOL_FORMATS
+from verl.config.sections.rollout import TOOL_FORMATS
 from verl.errors import ConfigError
 
 ADD = ToolCall("add", {"a": 1, "b": 2})

@@ -15,7 +15,7 @@ from tests.agents.chat_tokenizers import FAMILIES, chat_tokenizer, template_text
 from verl.agents.base import Message
 from verl.agents.templates import ChatTurns
 from verl.data.chat import ChatFormat
-from verl.data.tool_messages import PROBE_TOOL
+from verl.data.messages import PROBE_TOOL
 from verl.errors import ConfigError
 
 ALLOWED = [

@@ -17,11 +17,11 @@ from verl.algorithms import (
     get_policy_loss_fn,
     get_policy_loss_prepare,
 )
-from verl.algorithms.pairs import data_pairs, reward_pairs, win_rates
-from verl.algorithms.preference import Answers, PairSettings, pair_terms
-from verl.config import known
+from verl.algorithms.preference import Answers, pair_terms
+from verl.algorithms.preference_losses import data_pairs, reward_pairs, win_rates
 from verl.config.methods import POLICY_LOSS, builtin_names
-from verl.config.schema import ActorConfig, PolicyLossConfig
+from verl.config.schema import ActorConfig, PolicyLossConfig, PreferenceAlgorithmConfig
+from verl.config.sections.actor import PAIRINGS
 from verl.data.proto import DataProto
 from verl.errors import ConfigError
 from verl.workers.roles import LossConfig
@@ -86,7 +86,7 @@ def pairwise_loss(loss, batch, cfg, leaf):
     policy, reference, rewards = (sums(batch, each) for each in (leaf, batch.ref, batch.rewards))
     tokens = batch.mask.sum(-1)
     from_data = mini_batch(batch).batch["from_data"]
-    pair_settings = PairSettings(beta=settings.beta, label_smoothing=settings.label_smoothing)
+    pair_settings = PreferenceAlgorithmConfig(beta=settings.beta, label_smoothing=settings.label_smoothing)
     total, count = 0, 0.0
 
     def term(better, worse):
@@ -111,7 +111,7 @@ CASES = [
     (loss, name, pairing)
     for loss in PAIRED
     for name in ("dpo", "ipo", "hinge", "robust")
-    for pairing in (known.PAIRINGS if loss == "online_dpo" else ("best_worst",))
+    for pairing in (PAIRINGS if loss == "online_dpo" else ("best_worst",))
 ]
 
 
@@ -168,7 +168,7 @@ def test_neither_micro_batches_nor_ranks_nor_padding_change_anything(loss, make_
         assert joined == pytest.approx({name: float(metric.value) for name, metric in metrics.items()})
 
 
-@pytest.mark.parametrize("pairing", known.PAIRINGS)
+@pytest.mark.parametrize("pairing", PAIRINGS)
 @pytest.mark.parametrize("loss", GROUPED)
 def test_the_order_of_rows_does_not_matter(loss, pairing, make_batch):
     cfg, batch = config(loss, pairs=pairing), make_batch(5, rows=16)

@@ -12,7 +12,6 @@ import torch
 
 import verl.algorithms as algorithms
 from verl.algorithms import LOSS_AGG_MODES, adv_estimator_names, policy_loss_names
-from verl.config import known
 from verl.config.load import load_ppo_config
 from verl.config.methods import (
     ADV_ESTIMATOR,
@@ -29,6 +28,7 @@ from verl.config.methods import (
     register_policy_loss,
 )
 from verl.config.roles import model_roles
+from verl.config.sections.algorithm import FILTER_METRICS, KL_BASE, PF_PPO_METHODS, ROLLOUT_RS
 from verl.errors import ConfigError
 
 DOCS = Path(__file__).parents[2] / "docs" / "algorithms.md"
@@ -40,11 +40,12 @@ def test_the_docs_have_every_name():
         *adv_estimator_names(),
         *policy_loss_names(),
         *LOSS_AGG_MODES,
-        *known.KL_BASE,
-        *known.FILTER_METRICS,
-        *known.ROLLOUT_RS,
-        *known.ROLLOUT_IS,
-        *known.PF_PPO_METHODS,
+        *KL_BASE,
+        *FILTER_METRICS,
+        *ROLLOUT_RS,
+        "token",
+        "sequence",
+        *PF_PPO_METHODS,
     ):
         assert f"`{name}`" in text, f"docs/algorithms.md does not mention `{name}`"
 
@@ -201,7 +202,7 @@ def test_a_plug_in_has_the_roles_groups_section_and_checks_it_asks_for():
 PACKAGE = Path(algorithms.__file__).parents[1]
 # Where a name is not that of a method: the reward manager prime; and verl's own list of estimators.
 ELSEWHERE = {
-    "config/known.py": {"prime"},  # a reward manager
+    "config/sections/reward.py": {"prime"},  # a reward manager
     "trainer/ppo/core_algos.py": {*builtin_names(ADV_ESTIMATOR)},
 }
 

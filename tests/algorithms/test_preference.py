@@ -10,7 +10,6 @@ import torch
 
 from verl.algorithms.preference import (
     Answers,
-    PairSettings,
     additive_loss,
     kto_kl,
     kto_loss,
@@ -20,8 +19,9 @@ from verl.algorithms.preference import (
     share_right,
 )
 from verl.config.methods import PREFERENCE_LOSS, builtin_names
+from verl.config.schema import PreferenceAlgorithmConfig
 
-SETTINGS = PairSettings(
+SETTINGS = PreferenceAlgorithmConfig(
     beta=0.3, label_smoothing=0.1, simpo_gamma=0.4, desirable_weight=1.2, undesirable_weight=0.7
 )
 

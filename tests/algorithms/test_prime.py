@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from verl.algorithms import get_adv_estimator_fn, masked_whiten
-from verl.algorithms.prime import implicit_rewards, outcome_cross_entropy
+from verl.algorithms.advantages import implicit_rewards, outcome_cross_entropy
 from verl.algorithms.sampling import dynamic_sampling_failed, groups_within
 
 

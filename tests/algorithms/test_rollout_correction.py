@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.algorithms import batch_counts, compute_rollout_correction, rollout_probs_diff_metrics
-from verl.config.known import ROLLOUT_RS
 from verl.config.schema import RolloutCorrectionConfig
+from verl.config.sections.algorithm import ROLLOUT_RS
 from verl.errors import ConfigError
 
 

@@ -22,9 +22,9 @@ from verl.algorithms import (
     group_filter_values,
     group_metrics,
 )
-from verl.config.known import ROLLOUT_RS
 from verl.config.methods import POLICY_LOSS, builtin_names
 from verl.config.schema import ActorConfig, PolicyLossConfig, RolloutCorrectionConfig
+from verl.config.sections.algorithm import ROLLOUT_RS
 
 LOSS_CONFIG = ActorConfig(
     policy_loss=PolicyLossConfig(clip_cov_ratio=0.1, clip_cov_lb=-1.0, clip_cov_ub=2.0, kl_cov_ratio=0.1)

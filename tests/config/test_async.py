@@ -7,11 +7,11 @@ import re
 
 import pytest
 
-from verl.config.async_checks import POOL, async_rows
-from verl.config.batch_math import batch_plan
 from verl.config.load import load_ppo_config
 from verl.config.parallelism import dedicated_server, rollout_pool
-from verl.config.plan_report import check_text
+from verl.config.plan import batch_plan
+from verl.config.plan_report import async_rows, check_text
+from verl.config.run_checks import POOL
 from verl.config.schema import PPOConfig
 from verl.errors import ConfigError
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.config.batch_math import batch_plan, render
 from verl.config.load import from_dict
+from verl.config.plan import batch_plan
 from verl.config.schema import PPOConfig, SFTConfig
 
 
@@ -53,7 +53,7 @@ def test_the_numbers_agree_with_cutting_a_real_list(
     assert plan.rank_sequences == len(busiest)
     assert plan.padding_rows == padded.count("pad")
     assert plan.micro_batches == len(micro_batches)
-    assert plan.step_tokens == len(sequences) * 1024
+    assert plan.sequences * plan.sequence_tokens == len(sequences) * 1024
 
 
 def test_a_token_budget_holds_at_least_one_sequence() -> None:
@@ -96,7 +96,7 @@ def test_fine_tuning_has_one_optimiser_step_per_batch() -> None:
 
 def test_the_table_shows_every_number() -> None:
     config = ppo(data__train_batch_size=48, actor_rollout_ref__rollout__n=8, trainer__n_gpus_per_node=5)
-    text = render(batch_plan(config, total_steps=1234))
+    text = str(batch_plan(config, total_steps=1234))
     for words in ("48", "384", "77", "1 of them masked padding", "measured", "1,024", "393,216", "1,234"):
         assert words in text
     for name in (

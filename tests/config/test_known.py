@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from verl.config import known
+from verl.config.capabilities import ENGINES, STRATEGIES
+from verl.config.keys import schema_keys
+from verl.config.schema import PPOConfig
+from verl.config.sections.algorithm import KL_TYPES
+from verl.config.sections.reward import REWARD_MANAGERS
 
 
 def test_kl_estimators() -> None:
     from verl.algorithms.kl import KL_ESTIMATORS
 
-    assert set(known.KL_TYPES) == set(KL_ESTIMATORS)
+    assert set(KL_TYPES) == set(KL_ESTIMATORS)
 
 
 def test_engines_managers_trackers_and_schedules() -> None:
@@ -17,7 +21,7 @@ def test_engines_managers_trackers_and_schedules() -> None:
     from verl.reward.managers import known_reward_managers
     from verl.rollout import known_rollouts
 
-    assert set(known.ROLLOUT_ENGINES) <= set(known_rollouts())
-    assert set(known.REWARD_MANAGERS) <= set(known_reward_managers())
-    assert set(known.SCHEDULERS) == set(SCHEDULES)
-    assert set(known_strategies()) == set(known.STRATEGIES)
+    assert set(ENGINES) <= set(known_rollouts())
+    assert set(REWARD_MANAGERS) <= set(known_reward_managers())
+    assert set(schema_keys(PPOConfig)["critic.optim.lr_scheduler_type"].metadata["known"]) == set(SCHEDULES)
+    assert set(known_strategies()) == set(STRATEGIES)

@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 
-from verl.config.batch_math import batch_plan
-from verl.config.layout_checks import model_layout_errors
 from verl.config.load import from_dict, load_ppo_config
 from verl.config.machine import Device, missing_packages
 from verl.config.parallelism import Layout, bubble_share
-from verl.config.plan import RunPlan
+from verl.config.plan import RunPlan, batch_plan
 from verl.config.plan_report import check_text, layout_table, render, warnings
 from verl.config.roles import model_roles
+from verl.config.run_checks import model_layout_errors
 from verl.config.schema import PPOConfig, SFTConfig
 from verl.config.sizes import gib, read_sizes
 from verl.errors import ConfigError

@@ -34,7 +34,7 @@ def test_by_default_generation_is_on_the_trainers_ranks() -> None:
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_gpus_for_rollout_make_a_pool_whatever_trains(name: str, ranks: int) -> None:
     cfg = config(name=name, nnodes=1, n_gpus_per_node=2, trainer__n_gpus_per_node=ranks)
-    assert rollout_pool(cfg) and not sharing_errors(cfg)
+    assert rollout_pool(cfg) and not [*sharing_errors(cfg)]
 
 
 def test_one_server_beside_one_process_needs_no_ray() -> None:
@@ -64,7 +64,7 @@ def test_our_own_engines_hold_whole_copies() -> None:
 
 def test_gpus_that_share_a_copy_are_on_one_node() -> None:
     fits = config(name="vllm", tensor_model_parallel_size=4, trainer__n_gpus_per_node=8, trainer__nnodes=2)
-    assert not sharing_errors(fits)
+    assert not [*sharing_errors(fits)]
     # Two nodes have eight together, but no group of four on one of them divides six.
     apart = config(name="vllm", tensor_model_parallel_size=4, trainer__n_gpus_per_node=6, trainer__nnodes=2)
     (line,) = sharing_errors(apart)

@@ -8,8 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from verl.config.keys import nearest, schema_keys
-from verl.config.known import OTHER_NAMES
+from verl.config.keys import OTHER_NAMES, nearest, schema_keys
 from verl.config.load import load_ppo_config, load_sft_config
 from verl.config.schema import PPOConfig, SFTConfig
 from verl.errors import ConfigError

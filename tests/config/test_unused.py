@@ -12,7 +12,7 @@ from verl.config import machine, unused_keys
 from verl.config.checks import check
 from verl.config.keys import schema_keys
 from verl.config.load import from_dict, load_ppo_config, to_dict
-from verl.config.methods import register_policy_loss
+from verl.config.methods import register_adv_est, register_policy_loss
 from verl.config.schema import EvaluationConfig, GenerationConfig, PPOConfig, SFTConfig
 from verl.config.unused_keys import TERMS
 
@@ -191,7 +191,7 @@ def test_every_condition_names_keys_and_values_that_exist(kind: Any) -> None:
     for key in keys.values():
         for term in (term for condition in key.used_if for term in condition.split(" or ")):
             if term.startswith("@"):
-                assert term == "@never" or term in TERMS, key.name
+                assert term == "@never" or term in TERMS or term.startswith("@needs:"), key.name
                 continue
             name, _, values = term.removeprefix("!").partition("=")
             other = keys[name.removesuffix("!")]
@@ -227,3 +227,33 @@ def test_a_users_own_loss_may_read_any_key() -> None:
     given = {"actor_rollout_ref.actor.policy_loss.loss_mode": "mine_for_unused"}
     given["actor_rollout_ref.actor.policy_loss.tau_pos"] = 2.0  # type: ignore[assignment]
     assert check(from_dict(PPOConfig, {**BASE, **given}, checked=False)) == []
+
+
+@pytest.mark.usefixtures("own_methods")
+@pytest.mark.parametrize(
+    ("column", "key"),
+    [
+        ("ref_log_prob", "actor_rollout_ref.ref.fsdp_config.param_offload"),
+        ("teacher_log_probs", "actor_rollout_ref.teacher.fsdp_config.param_offload"),
+        ("values", "critic.fsdp_config.param_offload"),
+        ("process_rewards", "implicit_reward.fsdp_config.param_offload"),
+    ],
+)
+def test_the_section_of_a_role_is_used_where_a_users_own_method_needs_its_column(
+    column: str, key: str
+) -> None:
+    register_adv_est("est_for_unused", needs=(column,))(lambda **kwargs: None)
+    register_adv_est("est_without_needs", needs=())(lambda **kwargs: None)
+    register_policy_loss("loss_for_unused", needs=(column,))(lambda **kwargs: None)
+    register_policy_loss("loss_without_needs")(lambda **kwargs: None)
+    for estimator, loss, used in (
+        ("est_for_unused", "vanilla", True),
+        ("grpo", "loss_for_unused", True),
+        ("est_without_needs", "loss_without_needs", False),
+    ):
+        chosen = {"algorithm.adv_estimator": estimator, "actor_rollout_ref.actor.policy_loss.loss_mode": loss}
+        config = from_dict(PPOConfig, {**BASE, **GRPO, **chosen, key: True}, checked=False)
+        assert any(f"'{key}'" in line for line in unused_keys.unused_keys(config)) is not used, (
+            estimator,
+            loss,
+        )

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from tests.agents.chat_tokenizers import FAMILIES, chat_tokenizer
 from verl.config.schema import SFTDataConfig
 from verl.data.files import Rows
-from verl.data.sft_dataset import SFTDataset
-from verl.data.tool_messages import PROBE_TOOL
+from verl.data.messages import PROBE_TOOL
+from verl.data.offline_dataset import SFTDataset
 from verl.errors import DataError
 
 Message = dict[str, Any]

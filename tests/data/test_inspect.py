@@ -12,7 +12,7 @@ import pytest
 
 from tests.agents.chat_tokenizers import chat_tokenizer
 from verl.data import inspect
-from verl.data.tool_messages import PROBE_TOOL
+from verl.data.messages import PROBE_TOOL
 from verl.errors import DataError
 
 

@@ -17,10 +17,9 @@ from verl.config.schema import DataConfig, PreferenceDataConfig, RewardDataConfi
 from verl.data.chat import ChatFormat
 from verl.data.files import Rows, read_rows
 from verl.data.messages import after_prompt, is_conversation, read_messages
-from verl.data.preference_dataset import PreferenceDataset
+from verl.data.offline_dataset import PreferenceDataset, SFTDataset
 from verl.data.prepare.recipes import preference, sft_chat
 from verl.data.rl_dataset import RLDataset
-from verl.data.sft_dataset import SFTDataset
 from verl.errors import DataError
 
 Message = dict[str, Any]

@@ -13,7 +13,7 @@ from verl.config.schema import RewardDataConfig
 from verl.data.chat import ChatFormat
 from verl.data.files import Rows
 from verl.data.loader import Loader
-from verl.data.preference_dataset import PreferenceDataset
+from verl.data.offline_dataset import PreferenceDataset
 from verl.errors import DataError
 
 

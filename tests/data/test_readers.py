@@ -125,8 +125,8 @@ def test_json_nested_too_deeply_or_with_too_many_digits_is_refused_by_file_and_l
 
 
 def test_json_text_in_a_column_that_is_nested_too_deeply_is_no_value() -> None:
+    from verl.data.columns import truth_of
     from verl.data.messages import read_messages
-    from verl.data.reward_columns import truth_of
 
     with pytest.raises(DataError, match="row 3 looks like messages, but .*nested deeper"):
         read_messages(f'[{{"role": "user", "content": {DEEP}}}]', "row 3")

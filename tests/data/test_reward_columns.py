@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from verl.data.reward_columns import extra_info_of, responses_of, truth_of
+from verl.data.columns import extra_info_of, responses_of, truth_of
 from verl.errors import DataError
 
 

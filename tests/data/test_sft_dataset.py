@@ -12,7 +12,7 @@ import pytest
 from verl.config.schema import SFTDataConfig
 from verl.data.chat import ChatFormat
 from verl.data.files import Rows
-from verl.data.sft_dataset import SFTDataset, sft_collate, sft_loader
+from verl.data.offline_dataset import SFTDataset, sft_collate
 from verl.errors import DataError, ModelError
 
 
@@ -199,10 +199,10 @@ def test_collating_pads_on_the_right(tokenizer: Any) -> None:
 
 def test_loaders(tokenizer: Any, tmp_path: Path, write_jsonl: Callable) -> None:
     file = write_jsonl(tmp_path / "t.jsonl", [{"prompt": "p", "response": str(i)} for i in range(5)])
-    loader = sft_loader(config(train_files=[file], val_files=[file]), tokenizer)
+    loader = SFTDataset.loader(config(train_files=[file], val_files=[file]), tokenizer)
     assert loader is not None and [len(batch) for batch in loader] == [2, 2, 1]
-    val = sft_loader(config(train_files=[file], val_files=[file]), tokenizer, training=False)
+    val = SFTDataset.loader(config(train_files=[file], val_files=[file]), tokenizer, training=False)
     assert val is not None
     assert [batch.non_tensor_batch["index"].tolist() for batch in val] == [[0, 1], [2, 3], [4]]
-    assert sft_loader(config(train_files=[file]), tokenizer, training=False) is None
+    assert SFTDataset.loader(config(train_files=[file]), tokenizer, training=False) is None
     assert len(SFTDataset(config(train_max_samples=3), file, tokenizer)) == 3

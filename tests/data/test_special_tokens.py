@@ -20,11 +20,10 @@ from verl.agents.templates import ChatTurns
 from verl.config.schema import DPOConfig, PPOConfig, RewardTrainingConfig, SFTConfig
 from verl.data.chat import ChatFormat
 from verl.data.files import Rows
-from verl.data.preference_dataset import PreferenceDataset
+from verl.data.messages import PROBE_TOOL
+from verl.data.offline_dataset import PreferenceDataset, SFTDataset
 from verl.data.rl_dataset import RLDataset
-from verl.data.sft_dataset import SFTDataset
 from verl.data.special_tokens import SpecialTokens, unmarked
-from verl.data.tool_messages import PROBE_TOOL
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"

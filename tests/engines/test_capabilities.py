@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from verl.config import capabilities, known
+from verl.config import capabilities
 from verl.config.capabilities import EngineSpec, StrategySpec, engine_spec, strategy_spec
 from verl.engines import register_strategy
 from verl.rollout import register_rollout
@@ -35,5 +35,5 @@ def test_a_plug_in_declares_its_strategy():
 
 
 def test_built_in_names_have_a_declaration():
-    assert {*known.ROLLOUT_ENGINES} == set(capabilities._engines)
-    assert {*known.STRATEGIES} == set(capabilities._strategies)
+    assert {*capabilities.ENGINES} == set(capabilities._engines)
+    assert {*capabilities.STRATEGIES} == set(capabilities._strategies)

@@ -7,8 +7,7 @@ import copy
 import pytest
 import torch
 
-from verl.algorithms import get_policy_loss_fn, get_policy_loss_prepare
-from verl.config import known
+from verl.algorithms import LOSS_AGG_MODES, get_policy_loss_fn, get_policy_loss_prepare
 from verl.config.methods import POLICY_LOSS, builtin_names
 from verl.config.schema import ActorConfig
 
@@ -45,7 +44,7 @@ def prepared_batch(tools, loss_mode, section, engine):
     return batch
 
 
-@pytest.mark.parametrize("mode", known.LOSS_AGG_MODES)
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 @pytest.mark.parametrize(
     "loss_mode",
     [

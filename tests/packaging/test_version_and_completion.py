@@ -16,7 +16,7 @@ import pytest
 import verl
 from verl import cli
 from verl.completion import _CONFIGS, SCRIPTS, suggest
-from verl.config.help import help_text
+from verl.config.recipes import help_text
 from verl.errors import CommandAnswered
 
 ROOT = Path(__file__).resolve().parents[2]

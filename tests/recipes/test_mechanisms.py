@@ -22,7 +22,7 @@ from tests.recipes.planted import (
     rows,
     spread,
 )
-from verl.config.batch_math import batch_plan
+from verl.config.plan import batch_plan
 from verl.config.recipes import read_recipe
 from verl.config.schema import PPOConfig
 from verl.data.proto import DataProto

@@ -8,8 +8,8 @@ import types
 
 import pytest
 
-from verl.config.known import REWARD_MANAGERS
 from verl.config.schema import RewardConfig, WeightedRewardConfig
+from verl.config.sections.reward import REWARD_MANAGERS
 from verl.errors import RewardError
 from verl.reward import (
     RewardResult,

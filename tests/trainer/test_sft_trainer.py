@@ -124,9 +124,9 @@ def test_first_loss_is_the_cross_entropy_of_the_response_tokens(model, data, run
 
     tokenizer, plain = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
     config = load_sft_config(arguments(model, data, "unused"))
-    from verl.data.sft_dataset import sft_loader
+    from verl.data.offline_dataset import SFTDataset
 
-    first = next(iter(sft_loader(config.data, tokenizer)))
+    first = next(iter(SFTDataset.loader(config.data, tokenizer)))
     total, count = 0.0, 0
     for number in first.non_tensor_batch["index"]:
         row = rows[number]

@@ -24,9 +24,8 @@ from verl.agents.formats import detect_format, get_format
 from verl.agents.sessions import Answer, Session
 from verl.agents.templates import ChatTurns
 from verl.agents.toolset import END_S, KEY, ROUTING_COLUMNS, ROW_FIELDS, Agents
-from verl.config.known import TOOL_FORMATS
 from verl.config.sections.data import PromptsConfig
-from verl.config.sections.rollout import MultiTurnConfig
+from verl.config.sections.rollout import TOOL_FORMATS, MultiTurnConfig
 from verl.data.chat import ChatFormat
 from verl.data.proto import DataProto
 from verl.errors import ConfigError, DataError

@@ -13,8 +13,8 @@ from typing import Any
 
 from verl.agents.base import Message, Schema
 from verl.data.chat import ChatFormat
+from verl.data.messages import PROBE_TOOL, answer_text, join_answers, short_call_id
 from verl.data.special_tokens import is_encodable
-from verl.data.tool_messages import PROBE_TOOL, answer_text, join_answers, short_call_id
 from verl.errors import ConfigError, DataError
 
 _PLACEHOLDER = "PlaceholderOfTheTurn"

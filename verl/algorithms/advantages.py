@@ -7,17 +7,13 @@ both [B, T] in the rewards' dtype, zero where the mask is 0. Values at masked po
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
-from verl.algorithms.aggregation import as_bool, keep, masked_whiten
+from verl.algorithms.aggregation import Tensor, as_bool, keep, masked_whiten, sequence_mean, torch
 from verl.algorithms.groups import Groups, scored_groups, spread
-from verl.algorithms.lazy_torch import Tensor, torch
 from verl.config.methods import F, register_adv_est
-from verl.config.schema import AlgorithmConfig
-
-if TYPE_CHECKING:
-    from verl.config.schema import PPOConfig
+from verl.config.schema import AlgorithmConfig, PPOConfig
 
 _DEFAULTS = AlgorithmConfig()
 EPSILON = 1e-6
@@ -46,10 +42,17 @@ def gae(
     config: Any = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation. Positions with mask 0 (tool tokens) are skipped: the next value and the
-    next advantage pass over them unchanged."""
+    """Generalised advantage estimation: A = delta + gamma * lam * A_next with delta = r + gamma * V_next - V over
+    policy tokens. Positions with mask 0 (tool tokens) are skipped: the next value and the next advantage pass over them
+    unchanged. Past the last policy token rewards and values are zero, and with them delta: the recursion starts there
+    by itself."""
     gamma, lam = _setting(gamma, config, "gamma"), _setting(lam, config, "lam")
-    advantages = advantage_scan(token_level_rewards, values, response_mask, gamma, lam)
+    flags = as_bool(response_mask)
+    compaction = _Compaction(flags)
+    value = compaction.apply(keep(values, flags))
+    delta = compaction.apply(keep(token_level_rewards, flags)) - value
+    delta[:, :-1].add_(value[:, 1:], alpha=gamma)
+    advantages = keep(compaction.undo(_discounted_suffix_sum_(delta, gamma * lam)), flags)
     returns = keep(advantages + values, response_mask)
     return masked_whiten(advantages, response_mask), returns
 
@@ -114,13 +117,12 @@ def rloo(token_level_rewards: Tensor, response_mask: Tensor, index: Any, **_: An
     return advantages, advantages
 
 
-def _turn_rloo_advice(config: PPOConfig) -> list[str]:
-    if config.actor_rollout_ref.rollout.multi_turn.enable:
-        return []
-    return [
-        "'algorithm.adv_estimator'=turn_rloo is the same as rloo without "
-        "actor_rollout_ref.rollout.multi_turn.enable=True"
-    ]
+def _turn_rloo_advice(config: PPOConfig) -> Iterator[str]:
+    if not config.actor_rollout_ref.rollout.multi_turn.enable:
+        yield (
+            "'algorithm.adv_estimator'=turn_rloo is the same as rloo without "
+            "actor_rollout_ref.rollout.multi_turn.enable=True"
+        )
 
 
 @_group_estimator("turn_rloo", advice=_turn_rloo_advice)
@@ -204,18 +206,14 @@ def remax(
     return returns - spread(reward_baselines, response_mask, returns.dtype), returns
 
 
-def _gdpo_errors(config: PPOConfig) -> list[str]:
+def _gdpo_errors(config: PPOConfig) -> Iterator[str]:
     keys, weights = config.algorithm.gdpo_reward_keys, config.algorithm.gdpo_reward_weights
-    lines = []
     if not keys:
-        lines.append(
+        yield (
             "'algorithm.adv_estimator' is gdpo; it needs 'algorithm.gdpo_reward_keys', e.g. [accuracy,format]"
         )
     if weights and len(weights) != len(keys):
-        lines.append(
-            f"'algorithm.gdpo_reward_weights' has {len(weights)} numbers for {len(keys)} gdpo_reward_keys"
-        )
-    return lines
+        yield f"'algorithm.gdpo_reward_weights' has {len(weights)} numbers for {len(keys)} gdpo_reward_keys"
 
 
 @_group_estimator(
@@ -309,19 +307,6 @@ def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
     return keep(compaction.undo(_discounted_suffix_sum_(compaction.apply(kept), gamma)), flags)
 
 
-def advantage_scan(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> Tensor:
-    """A = delta + gamma * lam * A_next with delta = r + gamma * V_next - V over policy tokens, zero elsewhere.
-
-    Past the last policy token rewards and values are zero, and with them delta: the recursion starts there by
-    itself."""
-    flags = as_bool(mask)
-    compaction = _Compaction(flags)
-    value = compaction.apply(keep(values, flags))
-    delta = compaction.apply(keep(rewards, flags)) - value
-    delta[:, :-1].add_(value[:, 1:], alpha=gamma)
-    return keep(compaction.undo(_discounted_suffix_sum_(delta, gamma * lam)), flags)
-
-
 class _Compaction:
     """Moves policy tokens to the left of their row, and back. Does nothing where they are there already."""
 
@@ -345,3 +330,60 @@ def _discounted_suffix_sum_(values: Tensor, factor: float) -> Tensor:
         values[:, :-reach] += factor * values[:, reach:]
         reach, factor = 2 * reach, factor * factor
     return values
+
+
+# -- PRIME: process rewards from an implicit reward model, a language model trained on outcomes alone ---------------
+# The reward of a token is beta times the log-ratio of the model to its start, q = log pi - log pi_start; the sum over a
+# response, as a logit, predicts the outcome. Both loss and gradient are sums over rows: they do not depend on how a
+# mini-batch is cut.
+
+
+def _prime_errors(config: PPOConfig) -> Iterator[str]:
+    if config.actor_rollout_ref.rollout.multi_turn.splits:
+        yield (
+            "'algorithm.adv_estimator' is prime, but actor_rollout_ref.rollout.multi_turn.history=split makes several "
+            "rows of a response, and its reward model judges a response as one row; use history=append if the chat "
+            "template allows it, or turn_rloo"
+        )
+
+
+@_group_estimator("prime", needs=("process_rewards",), check=_prime_errors)
+def prime(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Any,
+    process_rewards: Tensor,
+    config: Any = None,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """Leave-one-out advantages of outcome and process, whitened: the score less the mean of the group's other
+    responses, plus from each token to the end the process rewards, each less the mean over the others of the mean
+    process reward of their tokens. A group of one has nothing to be compared with, and both are 0."""
+    coefs = _setting(None, config, "prime")
+    scores, groups = scored_groups(token_level_rewards, response_mask, index)
+    shifted = groups.shifted(scores)
+    returns = spread(
+        coefs.outcome_coef * (shifted - groups.others_mean(shifted)), response_mask, torch.float64
+    )
+    if coefs.process_coef:
+        rewards = keep(process_rewards, response_mask).double()
+        baseline = groups.others_mean(sequence_mean(rewards, response_mask)).unsqueeze(-1)
+        compared = keep(rewards - baseline, as_bool(response_mask) & (groups.sizes > 1).unsqueeze(-1))
+        returns = returns + coefs.process_coef * rewards_to_go(compared, response_mask)
+    returns = returns.to(token_level_rewards.dtype)
+    return masked_whiten(returns, response_mask), returns
+
+
+def implicit_rewards(log_prob: Tensor, start_log_prob: Tensor, response_mask: Tensor, beta: float) -> Tensor:
+    """The reward of each token [B, T], zero where the mask is 0."""
+    return beta * keep(log_prob - start_log_prob, response_mask)
+
+
+def outcome_cross_entropy(rewards: Tensor, response_mask: Tensor, outcome: Tensor) -> tuple[Tensor, Tensor]:
+    """The cross-entropy [B] of the sum of a response's rewards, a logit [B], against its outcome (0 or 1), and that
+    logit; 0 for a response without policy tokens."""
+    logit = rewards.sum(-1)
+    terms = torch.nn.functional.binary_cross_entropy_with_logits(
+        logit, outcome.to(logit.dtype), reduction="none"
+    )
+    return keep(terms, as_bool(response_mask).any(-1)), logit.detach()

@@ -7,14 +7,28 @@ loss of the mini-batch, however it was split.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from verl.algorithms.lazy_torch import Tensor, torch
-from verl.config.known import LOSS_AGG_MODES as LOSS_AGG_MODES
+from verl.config.sections.actor import LOSS_AGG_MODES as LOSS_AGG_MODES
 from verl.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    # Checks of a config, --help and shell completion read what methods declare and must not wait seconds for torch: the
+    # modules of methods have it from here, imported when first used.
+    Tensor = Any  # in annotations only
+
+    class _Torch:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(importlib.import_module("torch"), name)
+
+    torch = _Torch()
 
 _bound: ContextVar[Mapping[str, Any] | None] = ContextVar("verl_loss_denominators", default=None)
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from verl.algorithms.aggregation import keep, masked_mean
-from verl.algorithms.lazy_torch import Tensor, torch
+from verl.algorithms.aggregation import Tensor, keep, masked_mean, torch
 from verl.config.methods import register_correction
 from verl.errors import ConfigError
 

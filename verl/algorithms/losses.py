@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from verl.algorithms.aggregation import agg_loss, as_bool, keep, masked_mean, sequence_mean
-from verl.algorithms.lazy_torch import Tensor, torch
+from verl.algorithms.aggregation import Tensor, agg_loss, as_bool, keep, masked_mean, sequence_mean, torch
 from verl.config.methods import Prepare, register_policy_loss
 from verl.config.schema import ActorConfig
 from verl.errors import ConfigError

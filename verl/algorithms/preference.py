@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from verl.algorithms.lazy_torch import Tensor, torch
+from verl.algorithms.aggregation import Tensor, torch
 from verl.config.methods import PREFERENCE_LOSS, Method, find_method, register_preference_loss
+from verl.config.schema import PolicyLossConfig, PreferenceAlgorithmConfig
 
 
 @dataclass(frozen=True)
@@ -35,15 +36,8 @@ class Answers:
         return self.log_prob / self.tokens
 
 
-@dataclass(frozen=True)
-class PairSettings:
-    """The numbers of the losses; each loss reads those its formula names."""
-
-    beta: float = 0.1
-    label_smoothing: float = 0.0
-    simpo_gamma: float = 0.5
-    desirable_weight: float = 1.0
-    undesirable_weight: float = 1.0
+PairSettings = PreferenceAlgorithmConfig | PolicyLossConfig
+"""A section with the numbers of the losses; each loss reads those its formula names."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +109,7 @@ def robust(chosen: Answers, rejected: Answers, settings: PairSettings) -> Tensor
 
 
 @register_preference_loss("simpo", reads=("label_smoothing", "simpo_gamma"))
-def simpo(chosen: Answers, rejected: Answers, settings: PairSettings) -> Tensor:
+def simpo(chosen: Answers, rejected: Answers, settings: PreferenceAlgorithmConfig) -> Tensor:
     """-log sigmoid(beta (difference of the mean log-probs per token) - gamma); no reference."""
     z = settings.beta * (chosen.mean - rejected.mean) - settings.simpo_gamma
     return _smoothed(z, settings.label_smoothing)
@@ -161,7 +155,9 @@ def pair_terms(name: str, chosen: Answers, rejected: Answers, settings: PairSett
     reads=("desirable_weight", "undesirable_weight"),
     compares_responses=False,
 )
-def kto_loss(answers: Answers, desirable: Tensor, kl: Tensor | float, settings: PairSettings) -> Tensor:
+def kto_loss(
+    answers: Answers, desirable: Tensor, kl: Tensor | float, settings: PreferenceAlgorithmConfig
+) -> Tensor:
     """Of each answer: weight (1 - sigmoid(beta (log-ratio - kl))), mirrored for undesirable ones. `kl` [] is the
     batch's estimate of the KL to the reference, from answers to other prompts (`kto_kl`)."""
     z = settings.beta * (answers.ratio - kl)

@@ -6,21 +6,106 @@ responses of a pair need not be in one micro-batch, or on one rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
-from verl.algorithms.aggregation import agg_loss, as_bool, keep, masked_mean, masked_sum
-from verl.algorithms.lazy_torch import Tensor, torch
-from verl.algorithms.pairs import Pairs, data_pairs, reward_pairs, win_rates
-from verl.algorithms.preference import Answers, PairSettings, additive_loss, pair_weights
-from verl.algorithms.sessions import Sessions
+from verl.algorithms.aggregation import Tensor, agg_loss, as_bool, keep, masked_mean, masked_sum, torch
+from verl.algorithms.groups import Trajectories, group_ids
+from verl.algorithms.preference import Answers, additive_loss, pair_weights
 from verl.config.methods import POLICY_LOSS, register_policy_loss
-from verl.config.schema import PolicyLossConfig
+from verl.config.schema import PolicyLossConfig, PPOConfig
 from verl.errors import ConfigError
 from verl.observe.metrics import Metric
 
-if TYPE_CHECKING:
-    from verl.config.schema import PPOConfig
+
+@dataclass(frozen=True)
+class Pairs:
+    """P pairs of N responses, and what was compared without result."""
+
+    chosen: Tensor
+    """[P]: the number of the better response."""
+    rejected: Tensor
+    """[P]: of the worse one."""
+    share: Tensor
+    """[P], float64: what the pair counts; less than 1 where equally good responses share one place."""
+    ties: Tensor
+    """[N], float64: of each response its part in the comparisons that ended with equal rewards."""
+    tied_groups: Tensor
+    """[N], float64: 1 on the first response of each group in which no response is better than another."""
+
+    @property
+    def count(self) -> float:
+        return float(self.share.sum())
+
+
+def reward_pairs(rewards: Tensor, index: Any, usable: Tensor, how: str) -> Pairs:
+    """Of the responses [N] that are `usable`, within groups (`index`, as in `group_ids`). `best_worst`: the best of
+    each group against its worst; `all`: every pair with different rewards.
+
+    Responses of equal reward are never a pair. Where several are equally good (or bad), the best (worst) is each of
+    them with an equal share: which one comes first in the batch must not matter."""
+    rewards = rewards.to(torch.float64)
+    ties, tied_groups = torch.zeros_like(rewards), torch.zeros_like(rewards)
+    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    for rows in _members(index, usable):
+        values = rewards[rows]
+        better = values.unsqueeze(1) > values.unsqueeze(0)
+        if not bool(better.any()):
+            tied_groups[rows[0]] = 1
+        if how == "best_worst":
+            better &= (values == values.max()).unsqueeze(1) & (values == values.min()).unsqueeze(0)
+            ties[rows[0]] += float(not bool(better.any()))
+        else:
+            ties[rows] += ((values.unsqueeze(1) == values.unsqueeze(0)).sum(1) - 1) / 2
+        first, second = better.nonzero(as_tuple=True)
+        one = torch.ones(len(first), dtype=torch.float64, device=rewards.device)
+        found.append((rows[first], rows[second], one / len(first) if how == "best_worst" else one))
+    return _joined(found, ties, tied_groups)
+
+
+def data_pairs(from_data: Tensor, index: Any, usable: Tensor) -> Pairs:
+    """The data's answer of each group (`from_data` [N]) against each of the others."""
+    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    for rows in _members(index, usable):
+        given, drawn = rows[from_data[rows]], rows[~from_data[rows]]
+        pairs = torch.cartesian_prod(given, drawn)
+        found.append((pairs[:, 0], pairs[:, 1], torch.ones(len(pairs), dtype=torch.float64)))
+    nothing = torch.zeros(len(from_data), dtype=torch.float64, device=from_data.device)
+    return _joined(found, nothing, nothing)
+
+
+def win_rates(rewards: Tensor, index: Any, usable: Tensor) -> Tensor:
+    """[N], float64: how probably each response is preferred to another of its group, sigmoid(difference of their
+    rewards), averaged over the others; 1/2 where there is none."""
+    rewards = rewards.to(torch.float64)
+    rates = torch.full_like(rewards, 0.5)
+    for rows in _members(index, usable):
+        if len(rows) > 1:
+            values = rewards[rows]
+            wins = torch.sigmoid(values.unsqueeze(1) - values.unsqueeze(0)).sum(1) - 0.5  # not against itself
+            rates[rows] = wins / (len(rows) - 1)
+    return rates
+
+
+def _members(index: Any, usable: Tensor) -> list[Tensor]:
+    """The usable rows of each group that has some."""
+    ids, _ = group_ids(index, usable.device)
+    rows = usable.nonzero().squeeze(-1)
+    if not len(rows):
+        return []
+    order = torch.argsort(ids[rows], stable=True)
+    sizes = torch.unique_consecutive(ids[rows][order], return_counts=True)[1]
+    return list(rows[order].split(sizes.tolist()))
+
+
+def _joined(found: list[tuple[Tensor, Tensor, Tensor]], ties: Tensor, tied_groups: Tensor) -> Pairs:
+    none = torch.empty(0, dtype=torch.long, device=ties.device)
+    chosen, rejected, share = (
+        torch.cat(parts) for parts in zip(*found, (none, none, none.to(torch.float64)), strict=True)
+    )
+    return Pairs(chosen, rejected, share, ties, tied_groups)
+
 
 _METRICS = ("margin", "accuracy", "pairs", "tied_pairs", "tied_groups")
 
@@ -35,16 +120,16 @@ class _Responses:
     def __init__(self, batch: Any, response_mask: Tensor) -> None:
         self._batch, self._mask = batch, response_mask
         columns = batch.non_tensor_batch
-        self._sessions = Sessions(columns.get("session"), len(response_mask), response_mask.device)
-        self.first = self._sessions.first
+        self._trajectories = Trajectories(columns.get("session"), len(response_mask), response_mask.device)
+        self.first = self._trajectories.first
         """[N]: the first row of each."""
         self.index = columns["uid"][self.first.cpu().numpy()]
-        self.tokens = self._sessions.sum(as_bool(response_mask).sum(-1))
+        self.tokens = self._trajectories.sum(as_bool(response_mask).sum(-1))
         self.usable = self.tokens > 0
 
     def sum(self, values: Tensor) -> Tensor:
         """[B, T] -> [N], float64, over policy tokens."""
-        return self._sessions.sum(masked_sum(values, self._mask, axis=-1).to(torch.float64))
+        return self._trajectories.sum(masked_sum(values, self._mask, axis=-1).to(torch.float64))
 
     @property
     def rewards(self) -> Tensor:
@@ -52,7 +137,7 @@ class _Responses:
 
     def every_row(self, values: Tensor) -> Tensor:
         """[N] -> [B]: the same on all rows of a response."""
-        return values[self._sessions.ids]
+        return values[self._trajectories.ids]
 
     def first_row(self, values: Tensor) -> Tensor:
         """[N] -> [B]: on the first row of a response, so that the sum stays the same."""
@@ -74,12 +159,7 @@ def _pair_shares(
         Answers(policy[rows], reference[rows], responses.tokens[rows])
         for rows in (pairs.chosen, pairs.rejected)
     )
-    terms, up, down = pair_weights(
-        settings.pair_loss,
-        chosen,
-        rejected,
-        PairSettings(beta=settings.beta, label_smoothing=settings.label_smoothing),
-    )
+    terms, up, down = pair_weights(settings.pair_loss, chosen, rejected, settings)
     share = pairs.share / max(pairs.count, 1.0)
 
     def on(rows: Tensor, values: Tensor) -> Tensor:
@@ -126,22 +206,21 @@ def _of_prepare(prepared: Mapping[str, Tensor] | None, config: Any) -> Mapping[s
     return prepared
 
 
-def _group_errors(config: PPOConfig) -> list[str]:
+def _group_errors(config: PPOConfig) -> Iterator[str]:
     """What needs token losses."""
     name = config.actor_rollout_ref.actor.policy_loss.loss_mode
     weights = config.algorithm.rollout_correction.rollout_is
-    if not weights:
-        return []
-    return [
-        f"'algorithm.rollout_correction.rollout_is' is {weights}, but {POLICY_LOSS}={name} has no token losses to "
-        "weigh; leave it out"
-    ]
+    if weights:
+        yield (
+            f"'algorithm.rollout_correction.rollout_is' is {weights}, but {POLICY_LOSS}={name} has no token losses to "
+            "weigh; leave it out"
+        )
 
 
 _PAIRED = ("beta", "pair_loss", "label_smoothing")
 
 
-def _spin_errors(config: PPOConfig) -> list[str]:
+def _spin_errors(config: PPOConfig) -> Iterator[str]:
     """What is defined for sampled responses only."""
     policy, algorithm = config.actor_rollout_ref, config.algorithm
     correction = algorithm.rollout_correction
@@ -153,12 +232,13 @@ def _spin_errors(config: PPOConfig) -> list[str]:
         "algorithm.rollout_correction.bypass_mode": correction.bypass_mode,
         "algorithm.rollout_correction.rollout_rs": correction.rollout_rs,
     }
-    return _group_errors(config) + [
-        f"'{name}' is {value}, but {POLICY_LOSS}=spin also trains on the data's answers, which were not sampled; leave "
-        "it out"
-        for name, value in unfit.items()
-        if value
-    ]
+    yield from _group_errors(config)
+    for name, value in unfit.items():
+        if value:
+            yield (
+                f"'{name}' is {value}, but {POLICY_LOSS}=spin also trains on the data's answers, which were not "
+                "sampled; leave it out"
+            )
 
 
 @register_policy_loss(
@@ -205,15 +285,13 @@ def sppo_targets(response_mask: Tensor, config: Any, batch: Any) -> dict[str, Te
     return {"target": responses.every_row(_settings(config).sppo_eta * (rates - 0.5))}
 
 
-def _sppo_errors(config: PPOConfig) -> list[str]:
-    multi_turn = config.actor_rollout_ref.rollout.multi_turn
-    if not (multi_turn.enable and multi_turn.history == "split"):
-        return _group_errors(config)
-    return [
-        *_group_errors(config),
-        f"'actor_rollout_ref.rollout.multi_turn.history' is split, but {POLICY_LOSS}=sppo needs a response in one row; "
-        "set it to append",
-    ]
+def _sppo_errors(config: PPOConfig) -> Iterator[str]:
+    yield from _group_errors(config)
+    if config.actor_rollout_ref.rollout.multi_turn.splits:
+        yield (
+            f"'actor_rollout_ref.rollout.multi_turn.history' is split, but {POLICY_LOSS}=sppo needs a response in one "
+            "row; set it to append"
+        )
 
 
 @register_policy_loss(

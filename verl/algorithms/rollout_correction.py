@@ -7,16 +7,13 @@ rejected leaves the returned mask, and with it every loss denominator counted fr
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from verl.algorithms.aggregation import as_bool, keep, masked_mean, sequence_mean
-from verl.algorithms.lazy_torch import Tensor, torch
+from verl.algorithms.aggregation import Tensor, as_bool, keep, masked_mean, sequence_mean, torch
 from verl.config.methods import register_correction
+from verl.config.schema import PPOConfig
 from verl.config.sections.algorithm import Bounds, rejection_rules
 from verl.errors import ConfigError
-
-if TYPE_CHECKING:
-    from verl.config.schema import PPOConfig
 
 SECTION = "algorithm.rollout_correction"
 LOG_BOUND = 20.0

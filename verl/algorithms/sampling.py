@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import Any
 
+from verl.algorithms.aggregation import Tensor, torch
 from verl.algorithms.groups import Groups, sequence_scores
-from verl.algorithms.lazy_torch import Tensor, torch
-from verl.config.known import FILTER_METRICS, PF_PPO_METHODS
 from verl.config.methods import methods_of, register_correction
+from verl.config.schema import PPOConfig
+from verl.config.sections.algorithm import FILTER_METRICS, PF_PPO_METHODS
 from verl.errors import ConfigError, TrainingHalted
-
-if TYPE_CHECKING:
-    from verl.config.schema import PPOConfig
 
 _ROUNDING = 1e-9
 
@@ -124,19 +122,18 @@ def pf_ppo_weights(scores: Tensor, method: str = "pow", weight_pow: float = 2.0)
     )
 
 
-def _pf_ppo_errors(config: PPOConfig) -> list[str]:
-    lines = [
-        f"'algorithm.use_pf_ppo' is True, but {method.setting} compares whole groups of responses; set it to False"
-        for method in methods_of(config)
-        if method.whole_groups
-    ]
-    multi_turn = config.actor_rollout_ref.rollout.multi_turn
-    if multi_turn.enable and multi_turn.history == "split":
-        lines.append(
+def _pf_ppo_errors(config: PPOConfig) -> Iterator[str]:
+    for method in methods_of(config):
+        if method.whole_groups:
+            yield (
+                f"'algorithm.use_pf_ppo' is True, but {method.setting} compares whole groups of responses; set it to "
+                "False"
+            )
+    if config.actor_rollout_ref.rollout.multi_turn.splits:
+        yield (
             "'algorithm.use_pf_ppo' is True, but actor_rollout_ref.rollout.multi_turn.history=split makes several "
             "rows of a response; set it to False, or use history=append if the chat template allows it"
         )
-    return lines
 
 
 @register_correction("algorithm.use_pf_ppo", check=_pf_ppo_errors)

@@ -149,17 +149,12 @@ def validation_metrics(
         for key in known:
             predictions = infos.get("pred") if key == core else None
             stats = _statistics(list(prompts.values()), infos[key], predictions)
+            n = next(name for name in stats if name.startswith("mean@")).removeprefix("mean@")
+            best = f"pass@{n}" if f"pass@{n}" in stats else f"best@{n}"
             for name, value in stats.items():
-                headline = key == core and name in _headline(stats)
+                headline = key == core and name in (f"mean@{n}", best, f"maj@{n}")
                 metrics[f"val-{'core' if headline else 'aux'}/{source}/{key}/{name}"] = value
     return metrics
-
-
-def _headline(stats: Mapping[str, float]) -> tuple[str, ...]:
-    mean = next(name for name in stats if name.startswith("mean@"))
-    n = mean.removeprefix("mean@")
-    best = f"pass@{n}" if f"pass@{n}" in stats else f"best@{n}"
-    return (mean, best, f"maj@{n}")
 
 
 def _statistics(
@@ -177,14 +172,10 @@ def _statistics(
     if most > 1:
         stats[f"std@{most}"] = _average([float(v.std(ddof=1)) if len(v) > 1 else 0.0 for v in values])
     binary = all(bool(np.isin(v, (0, 1)).all()) for v in values)
-    curves = (
-        [
-            majority_curve([predictions[row] for row in prompt], v)
-            for prompt, v in zip(samples, values, strict=True)
-        ]
-        if predictions is not None
-        else None
-    )
+    curves = []
+    if predictions is not None:
+        for prompt, v in zip(samples, values, strict=True):
+            curves.append(majority_curve([predictions[row] for row in prompt], v))
     for k in subset_sizes(most):
         if binary:
             stats[f"pass@{k}"] = _average([pass_at_k(len(v), int(v.sum()), min(k, len(v))) for v in values])
@@ -192,7 +183,7 @@ def _statistics(
             continue
         stats[f"best@{k}"] = _average([float(best_at_k(v, min(k, len(v)))) for v in values])
         stats[f"worst@{k}"] = _average([float(worst_at_k(v, min(k, len(v)))) for v in values])
-        if curves is not None:
+        if curves:
             stats[f"maj@{k}"] = _average([curve[min(k, len(curve)) - 1] for curve in curves])
     if missing:
         stats["missing"] = float(missing)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from verl.config.build import finite_number
 from verl.config.keys import schema_keys
 from verl.config.schema import (
     ActorConfig,
@@ -132,15 +133,11 @@ def _staleness(name: str, value: Any) -> int:
     return math.ceil(_number(name, value, 0.0, "a number, at least 0 (a share of a step's samples)"))
 
 
-def _template_use(name: str, value: Any) -> str:
-    return "never" if _switch(name, value) else "auto"
-
-
 # What the value of another name is in ours, where that differs.
 _CONVERTED: dict[str, Callable[[str, Any], Any]] = {
     "trainer.v1.trainer_mode": _mode,
     "async_training.staleness_threshold": _staleness,
-    "data.raw_prompts": _template_use,
+    "data.raw_prompts": lambda name, value: "never" if _switch(name, value) else "auto",
 }
 
 
@@ -151,11 +148,8 @@ def _switch(name: str, value: Any) -> bool:
 
 
 def _number(name: str, value: Any, least: float, allowed: str) -> float:
-    try:
-        number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not (math.isfinite(number) and number >= least):
+    number = None if isinstance(value, bool) else finite_number(value)
+    if number is None or number < least:
         raise ConfigError(f"'{name}' is {value!r}; it must be {allowed}")
     return number
 

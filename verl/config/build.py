@@ -21,6 +21,7 @@ from verl.config.keys import (
     declared,
     declared_at,
     get,
+    is_dtype,
     nearest,
     put,
     schema_keys,
@@ -28,7 +29,6 @@ from verl.config.keys import (
     to_dict,
     trl_names,
 )
-from verl.config.known import MODEL_DTYPES, RELATED_KEYS, ROLLOUT_DTYPES
 from verl.config.methods import needed_columns, plugin_sections
 from verl.config.parallelism import divisors
 from verl.config.schema import AnyConfig, GenerationConfig, ModelConfig, OfflineConfig, PPOConfig
@@ -37,7 +37,15 @@ DTYPE_NAMES = {
     "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32", "float8": "fp8",
 }  # fmt: skip
 
-
+# Where to look instead, by the parts of the names with which other versions ask for it.
+_RELATED_KEYS = {
+    "agents are set up in actor_rollout_ref.rollout.multi_turn": ("agent", "agent_loop", "interaction_config_path"),
+    "generating ahead of training is set by trainer.async_training.mode": ("async", "async_mode"),
+    "rows are conversations where they have the column data.messages_key": ("multiturn",),
+    "a text inside another column needs a column of its own (data.prompt_key, data.response_key)": (
+        "prompt_dict_keys", "response_dict_keys",
+    ),
+}  # fmt: skip
 # What another role's model takes from the actor's while its path is not given: it is then the same model.
 _MODEL_FOLLOWS = (
     "path", "tokenizer_path", "dtype", "enable_gradient_checkpointing", "enable_activation_offload",
@@ -82,7 +90,7 @@ class Builder:
                     values[name] = self.section(wanted, value, f"{full}.", metadata["defaults"])
                     continue
                 values[name] = self.convert(wanted, value, full)
-                if metadata["known"] in (MODEL_DTYPES, ROLLOUT_DTYPES):
+                if is_dtype(metadata):
                     values[name] = DTYPE_NAMES.get(values[name], values[name])
             except Mismatch:
                 self.problems.append(f"'{self._as_typed(full)}' is {value!r}; it must be {type_name(wanted)}")
@@ -95,7 +103,15 @@ class Builder:
         """The value in the wanted type, or Mismatch."""
         origin = get_origin(wanted)
         if origin in (Union, types.UnionType):
-            return self._union(get_args(wanted), value, name)
+            options = get_args(wanted)
+            if type(None) in options and (value is None or value == "None"):
+                return None
+            if isinstance(value, str) and "_" in value and str in options:
+                return value  # Python would read the bounds 0.5_2 as the number 0.52
+            for option in (each for each in options if each is not type(None)):
+                with suppress(Mismatch):
+                    return self.convert(option, value, name)
+            raise Mismatch
         if origin is list:
             (item,) = get_args(wanted)
             items = list(value) if isinstance(value, (list, tuple)) else [value]
@@ -105,17 +121,6 @@ class Builder:
         if not isinstance(value, Mapping):
             raise Mismatch
         return dict(value) if origin is dict else self.section(wanted, value, f"{name}.")
-
-    def _union(self, options: tuple[Any, ...], value: Any, name: str) -> Any:
-        if type(None) in options and (value is None or value == "None"):
-            return None
-        if isinstance(value, str) and "_" in value and str in options:
-            return value  # Python would read the bounds 0.5_2 as the number 0.52
-        for option in options:
-            if option is not type(None):
-                with suppress(Mismatch):
-                    return self.convert(option, value, name)
-        raise Mismatch
 
     def _unknown(self, name: str, value: Any, known: str) -> list[str]:
         if "[" in name:
@@ -127,7 +132,7 @@ class Builder:
             ]
         shown = self._as_typed(name)
         line = f"unknown key '{shown}'{f' (that is {name!r})' if shown != name else ''} (value {value!r})"
-        for advice, names in RELATED_KEYS.items():
+        for advice, names in _RELATED_KEYS.items():
             if set(names) & set(name.lower().split(".")):
                 return [f"{line}: {advice}"]
         note = trl_names()["notes"].get(name) if "." not in shown else None
@@ -169,11 +174,11 @@ def _scalar(wanted: Any, value: Any) -> Any:
     elif wanted is int and not isinstance(value, bool):
         if isinstance(value, int):
             return value
-        number = _number(value)
+        number = finite_number(value)
         if number is not None and number == int(number):
             return int(number)
     elif wanted is float and not isinstance(value, bool):
-        number = _number(value)
+        number = finite_number(value)
         if number is not None:
             return number
     elif wanted is str:
@@ -184,7 +189,7 @@ def _scalar(wanted: Any, value: Any) -> Any:
     raise Mismatch
 
 
-def _number(value: Any) -> float | None:
+def finite_number(value: Any) -> float | None:
     """The value as a finite number."""
     if not isinstance(value, (int, float, str)):
         return None
@@ -217,7 +222,11 @@ def finalize(config: AnyConfig) -> list[str]:
     if isinstance(config, PPOConfig):
         _ppo(config)
     if isinstance(config, (PPOConfig, OfflineConfig)):
-        _run_folder(config)
+        trainer = config.trainer
+        if not trainer.default_local_dir:
+            trainer.default_local_dir = f"checkpoints/{trainer.project_name}/{trainer.experiment_name}"
+        if trainer.resume_from_path and "trainer.resume_mode" not in config.user_set:
+            trainer.resume_mode = "resume_path"
     if isinstance(config, OfflineConfig):
         _best_checkpoint(config)
     if isinstance(config, (PPOConfig, GenerationConfig)):
@@ -250,14 +259,6 @@ def fit_batch(config: PPOConfig | OfflineConfig, rows: int) -> list[str]:
     return notices
 
 
-def _run_folder(config: PPOConfig | OfflineConfig) -> None:
-    trainer = config.trainer
-    if not trainer.default_local_dir:
-        trainer.default_local_dir = f"checkpoints/{trainer.project_name}/{trainer.experiment_name}"
-    if trainer.resume_from_path and "trainer.resume_mode" not in config.user_set:
-        trainer.resume_mode = "resume_path"
-
-
 def _best_checkpoint(config: OfflineConfig) -> None:
     """What is the best, and how many are kept beside it."""
     trainer, patience = config.trainer, config.trainer.early_stop_patience
@@ -281,12 +282,11 @@ def _expand_home(section: Any) -> None:
             if is_dataclass(inner):
                 _expand_home(inner)
         if name in paths and value:
-            is_list = isinstance(value, list)
-            setattr(section, name, [_home(path) for path in value] if is_list else _home(value))
-
-
-def _home(path: str) -> str:
-    return str(Path(path).expanduser()) if path.startswith("~") else path
+            found = [
+                str(Path(path).expanduser()) if path.startswith("~") else path
+                for path in (value if isinstance(value, list) else [value])
+            ]
+            setattr(section, name, found if isinstance(value, list) else found[0])
 
 
 def _follow(config: AnyConfig) -> None:
@@ -321,17 +321,12 @@ def _ppo(config: PPOConfig) -> None:
                 setattr(model, name, getattr(policy.model, name))
     if critic.enable is None:
         critic.enable = "values" in needed_columns(config)
-    _validation_sampling(config)
-    ahead = config.trainer.async_training
-    if ahead.mode != "off" and ahead.staleness is None:
-        ahead.staleness = 1
-
-
-def _validation_sampling(config: PPOConfig) -> None:
-    """`do_sample` and `temperature` say the same thing; whichever the user gave decides."""
-    val = config.actor_rollout_ref.rollout.val_kwargs
-    prefix = "actor_rollout_ref.rollout.val_kwargs."
+    # `do_sample` and `temperature` say the same thing; whichever the user gave decides.
+    val, prefix = policy.rollout.val_kwargs, "actor_rollout_ref.rollout.val_kwargs."
     if prefix + "do_sample" not in config.user_set:
         val.do_sample = val.temperature > 0
     elif prefix + "temperature" not in config.user_set:
         val.temperature = 1.0 if val.do_sample else 0.0
+    ahead = config.trainer.async_training
+    if ahead.mode != "off" and ahead.staleness is None:
+        ahead.staleness = 1

@@ -36,23 +36,15 @@ class EngineSpec:
     """The distribution that must be installed."""
 
 
-def _sequence_parallel(role: Any) -> dict[str, int]:
-    return {"cp": role.ulysses_sequence_parallel_size}
-
-
-def _no_checks(config: Any, role: Any) -> Iterable[str]:
-    return ()
-
-
 @dataclass(frozen=True)
 class StrategySpec:
     """What a training strategy declares."""
 
     section: str = "fsdp_config"
     """The section of a role that has `param_offload` and `optimizer_offload`."""
-    layout: Callable[[Any], dict[str, int]] = _sequence_parallel
+    layout: Callable[[Any], dict[str, int]] = lambda role: {"cp": role.ulysses_sequence_parallel_size}
     """From a role's section to the degrees of parallelism of one copy of its model (fields of `Layout` without dp)."""
-    checks: Callable[[Any, Any], Iterable[str]] = _no_checks
+    checks: Callable[[Any, Any], Iterable[str]] = lambda config, role: ()
     """From a config and one of its roles (`ModelRole`) to what the strategy cannot do of what they ask for."""
     sizes: Mapping[str, tuple[str, ...]] = field(
         default_factory=lambda: {"cp": ("ulysses_sequence_parallel_size",)}
@@ -97,6 +89,8 @@ _strategies: dict[str, StrategySpec | str] = {
     "fsdp2": StrategySpec(),
     "megatron": "verl.config.megatron",
 }
+
+ENGINES, STRATEGIES = tuple(_engines), tuple(_strategies)  # ours
 
 
 def engine_spec(name: str) -> EngineSpec:

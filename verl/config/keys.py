@@ -15,7 +15,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
-from verl.config.known import OTHER_NAMES
 from verl.config.methods import plugin_sections
 from verl.errors import ConfigError
 from verl.json_input import read_json
@@ -33,6 +32,20 @@ _PLAIN: dict[str, Any] = {
 _CHOICES = {
     "actor_rollout_ref.actor.policy_loss": "actor_rollout_ref.actor.policy_loss.loss_mode",
     "algorithm": "algorithm.adv_estimator",
+}
+
+# Names (without a plural s) for keys that no similarity of spelling finds; those of TRL are in trl_names.json.
+OTHER_NAMES = {
+    "lr": "actor_rollout_ref.actor.optim.lr critic.optim.lr optim.lr",
+    "model": "actor_rollout_ref.model.path model.path",
+    "model_path": "actor_rollout_ref.model.path model.path",
+    "model_name_or_path": "actor_rollout_ref.model.path model.path",
+    "total_step": "trainer.total_training_steps",
+    "dataset": "data.train_files",
+    "eval_dataset": "data.val_files",
+    "max_new_token": "data.max_response_length",
+    "reward_fn": "reward.custom_reward_function.path",
+    "reward_func": "reward.custom_reward_function.path",
 }
 
 
@@ -147,17 +160,6 @@ def declared(kind: Any) -> Mapping[str, Declared]:
     return found
 
 
-def resolved(metadata: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """What is declared of the key `name`, with the names and conditions that registered methods give."""
-    known, own = metadata.get("known"), metadata["used_if"]
-    conditions = own if isinstance(own, tuple) else (own,)
-    return {
-        **metadata,
-        "known": known() if callable(known) else known,
-        "used_if": tuple(each(name) if callable(each) else each for each in conditions),
-    }
-
-
 class Schema(NamedTuple):
     """The keys of a config by their full names, in order; its sections with their dataclasses and documentation."""
 
@@ -165,16 +167,20 @@ class Schema(NamedTuple):
     sections: dict[str, tuple[Any, str]]
 
     def add(self, kind: Any, prefix: str, defaults: Mapping[str, Any], used_if: tuple[str, ...]) -> None:
-        """Add what a section declares; `defaults` are those of the section around it, `used_if` its conditions."""
-        for last, each in declared(kind).items():
-            name, metadata = prefix + last, resolved(each.metadata, last)
-            conditions = used_if + tuple(_absolute(condition, prefix) for condition in metadata["used_if"])
-            if is_dataclass(each.type):
-                self.sections[name] = (each.type, metadata["doc"])
-                self.add(each.type, f"{name}.", metadata["defaults"], conditions)
+        """Add what a section declares, with the names and conditions that registered methods give; `defaults` are those
+        of the section around it, `used_if` its conditions."""
+        for last, (wanted, default, metadata) in declared(kind).items():
+            name, known, own = prefix + last, metadata.get("known"), metadata["used_if"]
+            own = tuple(
+                each(last) if callable(each) else each for each in (own if isinstance(own, tuple) else (own,))
+            )
+            metadata = {**metadata, "known": known() if callable(known) else known, "used_if": own}
+            conditions = used_if + tuple(_absolute(condition, prefix) for condition in own)
+            if is_dataclass(wanted):
+                self.sections[name] = (wanted, metadata["doc"])
+                self.add(wanted, f"{name}.", metadata["defaults"], conditions)
             else:
-                default = defaults.get(last, each.default)
-                self.keys[name] = Key(name, each.type, default, metadata, conditions)
+                self.keys[name] = Key(name, wanted, defaults.get(last, default), metadata, conditions)
 
 
 def added_sections(kind: Any) -> dict[str, type]:
@@ -225,6 +231,11 @@ def _absolute(condition: str, prefix: str) -> str:
     return re.sub(r"(?<![\w.])\.(?=\w)", prefix, condition)
 
 
+def is_dtype(metadata: Mapping[str, Any]) -> bool:
+    """Whether a key's values are names of dtypes."""
+    return isinstance(metadata["known"], tuple) and "bfloat16" in metadata["known"]
+
+
 def get(config: Any, name: str) -> Any:
     """The value of a key by its full name."""
     for attribute in name.split(".") if name else ():
@@ -239,11 +250,11 @@ def put(config: Any, name: str, value: Any) -> None:
 
 
 def to_dict(config: Any) -> Any:
-    """A config, or a section of one, as plain nested dicts, lists and values."""
+    """A config, a section of one, or nested values, as plain nested dicts, lists and values."""
     if is_dataclass(config) and not isinstance(config, type):
         internal = {field.name for field in fields(config) if field.metadata.get("internal")}
         return {name: to_dict(value) for name, value in vars(config).items() if name not in internal}
-    if isinstance(config, dict):
+    if isinstance(config, Mapping):
         return {name: to_dict(value) for name, value in config.items()}
     if isinstance(config, (list, tuple)):
         return [to_dict(each) for each in config]

@@ -22,10 +22,9 @@ from verl.config.checks import check
 from verl.config.keys import get, nearest, schema_keys, to_dict
 from verl.config.masking import MASK, mask_values, masked_keys
 from verl.config.plan import RunPlan
-from verl.config.recipes import Recipe, recipe_for
+from verl.config.recipes import Recipe, help_text, recipe_for
 from verl.config.schema import AnyConfig, OfflineConfig, PPOConfig, SFTConfig
 from verl.config.sources import (
-    del_path,
     dump_yaml,
     from_mapping,
     get_path,
@@ -60,8 +59,6 @@ def load_config(kind: type[Config], argv: list[str]) -> Config:
     line = parse_command_line(argv)
     draft = _Draft(kind)
     if line.help:
-        from verl.config.help import help_text
-
         with suppress(ConfigError):  # help is given also where the file is not right
             draft.add(read_yaml(line.config_path, line.config_name))
         for override in parse_overrides(word for word in line.overrides if _HELP_READS.match(word)):
@@ -162,20 +159,14 @@ class _Draft(Generic[Config]):
             raise ConfigError(
                 f"'~{name}' removes an unknown key. Nearest known key: '{nearest(self.kind, ours)[0]}'"
             )
-        del_path(self.tree, ours)
+        take_path(self.tree, ours)
         self.removed.append(ours)
-
-    def _recipe_tree(self) -> dict[str, Any]:
-        """The recipe's values, less those the user removed."""
-        tree: dict[str, Any] = {}
-        merge(tree, self.recipe.tree if self.recipe else {})
-        for name in self.removed:
-            del_path(tree, name)
-        return tree
 
     def finish(self, checked: bool, quiet: bool = False) -> Config:
         """The config; warnings are logged unless `quiet`."""
-        tree: dict[str, Any] = self._recipe_tree()
+        tree: dict[str, Any] = to_dict(self.recipe.tree) if self.recipe else {}
+        for name in self.removed:
+            take_path(tree, name)
         of_recipe = {*_set_keys(self.kind, tree, "")} - {*_set_keys(self.kind, self.tree, "")}
         merge(tree, self.tree)
         given, tree = tree, resolve(tree, (to_dict(self.kind()), self.as_typed))
@@ -198,7 +189,13 @@ class _Draft(Generic[Config]):
         for notice in finalize(config):
             log.info("%s", notice)
         if checked:
-            _refuse_masked(config)
+            masked = [
+                f"'{key}' has '{MASK}' in place of a password or key, which is not written to config.yaml: give it "
+                f"again, for example {key}='${{oc.env:NAME}}' with the environment variable NAME"
+                for key in masked_keys(to_dict(config))
+            ]
+            if masked:
+                raise ConfigError("\n".join(masked))
             self.plan = RunPlan(config) if isinstance(config, PPOConfig | OfflineConfig) else None
             warnings = check(config, self.plan)
             for warning in [] if quiet else warnings:
@@ -233,16 +230,6 @@ def _from_environment(
         if (derived or _VARIABLE.search(str(text))) and not plain and key not in _FOLDER_KEYS:
             found[key] = text
     return found
-
-
-def _refuse_masked(config: AnyConfig) -> None:
-    lines = [
-        f"'{key}' has '{MASK}' in place of a password or key, which is not written to config.yaml: give it again, for "
-        f"example {key}='${{oc.env:NAME}}' with the environment variable NAME"
-        for key in masked_keys(to_dict(config))
-    ]
-    if lines:
-        raise ConfigError("\n".join(lines))
 
 
 def import_plugins(values: Mapping[str, Any]) -> None:

@@ -16,10 +16,10 @@ from functools import cache
 from pathlib import Path
 
 from verl.config.capabilities import engine_spec, strategy_spec
-from verl.config.known import TRACKER_SERVICES
 from verl.config.parallelism import pools, world_size
 from verl.config.roles import model_roles
 from verl.config.schema import GenerationConfig, OfflineConfig, PPOConfig
+from verl.config.sections.trainer import TRACKER_SERVICES
 from verl.errors import missing_package
 from verl.memory import free_host_bytes
 

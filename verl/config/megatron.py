@@ -7,12 +7,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from verl.config.capabilities import StrategySpec, declare_strategy
-from verl.config.known import MEGATRON_MODELS
-from verl.config.layout_checks import indivisible
 from verl.config.parallelism import closest, divisors
 from verl.config.roles import ModelRole
+from verl.config.run_checks import indivisible
 from verl.config.schema import OfflineConfig, PPOConfig
 
+# `model_type` of the architectures that can be built from Megatron's layers.
+MEGATRON_MODELS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 _TP, _PP, _CP, _EP = (
     f"megatron.{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context", "expert_model")
 )

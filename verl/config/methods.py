@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
@@ -32,7 +32,7 @@ Prepare = Callable[..., "dict[str, Tensor]"]
 """(old_log_prob, log_prob, advantages, response_mask, config, generator, batch), those it has parameters for, of a
 whole mini-batch; `batch` is the mini-batch itself (`ref_log_prob`, `uid`, ...) -> named tensors [B, ...]. A loss
 registered with one gets the rows of its micro-batch back as the keyword `prepared`."""
-Check = Callable[["PPOConfig"], "list[str]"]
+Check = Callable[["PPOConfig"], Iterable[str]]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -43,7 +43,6 @@ _CORRECTION = "correction"  # each has a switch of its own
 # The modules with ours, in the order of the names in --help and in the reference.
 _BUILTIN = (
     "verl.algorithms.advantages",
-    "verl.algorithms.prime",
     "verl.algorithms.losses",
     "verl.algorithms.preference_losses",
     "verl.algorithms.preference",
@@ -296,8 +295,14 @@ def builtin_names(table: str, has: Callable[[Method], bool] = lambda method: Tru
 
 
 def needed_by(table: str, column: str) -> Callable[[str], str]:
-    """`used_if` of what provides a column: the chosen method needs it."""
+    """`used_if` of what is read beside a column: the chosen method needs the column."""
     return lambda key: f"{table}={'|'.join(builtin_names(table, lambda method: column in method.needs))}"
+
+
+def provides(table: str, column: str, *switches: str) -> Callable[[str], str]:
+    """`used_if` of what provides a column: a method or role of the run needs it. Messages name the methods of ours in
+    `table` and the switches that do."""
+    return lambda key: " or ".join((f"@needs:{column}", *switches, needed_by(table, column)(key)))
 
 
 def read_by(table: str) -> Callable[[str], str]:

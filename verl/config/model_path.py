@@ -163,7 +163,12 @@ def _siblings(folder: Path) -> str:
 def _what_it_is(folder: Path) -> str:
     """What a folder without config.json is, if that can be seen."""
     if (folder / "adapter_config.json").is_file():
-        return _adapter(folder)
+        try:
+            base = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
+        except (OSError, ValueError, AttributeError):
+            base = None
+        of = f" of '{base}'" if base else ""
+        return f". It holds a LoRA adapter{of}: merge it into its base model and give the merged folder"
     inner = [*folder.glob("actor/huggingface/config.json"), *folder.glob("huggingface/config.json")]
     steps = sorted(
         (each for each in folder.glob("global_step_*") if each.name.rpartition("_")[2].isdecimal()),
@@ -176,15 +181,6 @@ def _what_it_is(folder: Path) -> str:
         return ". It holds a GGUF file, which cannot be trained: give the original Hugging Face folder"
     names = sorted(each.name for each in folder.iterdir())[:8]
     return f". It holds: {', '.join(names) or 'nothing'}"
-
-
-def _adapter(folder: Path) -> str:
-    try:
-        base = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
-    except (OSError, ValueError, AttributeError):
-        base = None
-    of = f" of '{base}'" if base else ""
-    return f". It holds a LoRA adapter{of}: merge it into its base model and give the merged folder"
 
 
 def _other_kind(config: Mapping[str, Any]) -> str:

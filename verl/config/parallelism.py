@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from verl.config.capabilities import engine_spec, strategy_spec
-from verl.config.known import POOL_ASYNC_MODES
 from verl.config.methods import needed_columns
 from verl.config.schema import GenerationConfig, OfflineConfig, PPOConfig
+from verl.config.sections.trainer import POOL_ASYNC_MODES
 
 ROLLOUT = "actor_rollout_ref.rollout"
 REWARD_MODEL = "reward.reward_model"
@@ -101,6 +102,11 @@ def closest(values: list[int], near: int) -> str:
     return ", ".join(str(value) for value in sorted(chosen))
 
 
+def counted(number: int, what: str) -> str:
+    """`1 step`, `2 steps`."""
+    return f"{number} {what}{'s' if number > 1 else ''}"
+
+
 @dataclass(frozen=True)
 class Pool:
     """Processes that are scheduled together, `per_node` GPUs on each of `nodes`; `key` is the section that says so."""
@@ -165,7 +171,7 @@ def rollout_pool(cfg: PPOConfig) -> bool:
     return cfg.actor_rollout_ref.rollout.n_gpus_per_node > 0 and not dedicated_server(cfg)
 
 
-def sharing_errors(cfg: PPOConfig | GenerationConfig) -> list[str]:
+def sharing_errors(cfg: PPOConfig | GenerationConfig) -> Iterator[str]:
     """Engines on several GPUs must fill every node evenly: the GPUs that share a copy are on one node."""
     size, key, section = engine_size(cfg), "trainer.n_gpus_per_node", "rollout"
     per_node = cfg.trainer.n_gpus_per_node
@@ -173,9 +179,8 @@ def sharing_errors(cfg: PPOConfig | GenerationConfig) -> list[str]:
         section = ROLLOUT
         if cfg.actor_rollout_ref.rollout.n_gpus_per_node:
             key, per_node = f"{ROLLOUT}.n_gpus_per_node", cfg.actor_rollout_ref.rollout.n_gpus_per_node
-    if per_node % size == 0:
-        return []
-    return [
-        f"'{section}.tensor_model_parallel_size' is {size}, which does not divide {key}={per_node}. Values that work: "
-        f"{closest(divisors(per_node), size)}; or {key}={-(-per_node // size) * size}"
-    ]
+    if per_node % size:
+        yield (
+            f"'{section}.tensor_model_parallel_size' is {size}, which does not divide {key}={per_node}. Values that "
+            f"work: {closest(divisors(per_node), size)}; or {key}={-(-per_node // size) * size}"
+        )

@@ -12,11 +12,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from verl.config.batch_math import BatchPlan, batch_plan
 from verl.config.machine import Device, local_device, machine_errors, missing_packages
-from verl.config.parallelism import world_size
+from verl.config.parallelism import counted, world_size
 from verl.config.roles import ModelRole, model_roles
-from verl.config.schema import OfflineConfig, PPOConfig
+from verl.config.schema import OfflineConfig, PPOConfig, PreferenceConfig
 from verl.config.sections.model import HF_BY_DEFAULT_BELOW
 from verl.config.sizes import (
     Estimate,
@@ -29,6 +28,142 @@ from verl.config.sizes import (
     sizes_of,
 )
 from verl.errors import ModelError
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """One training step in numbers. Token counts are upper bounds: every prompt and response at its longest."""
+
+    prompts: int
+    responses_per_prompt: int
+    mini_batch_prompts: int
+    epochs: int
+    ranks: int
+    sequence_tokens: int
+    micro_batch_limit: int | None  # sequences, as configured
+    micro_batch_tokens: int | None
+    total_steps: int | None
+    group: int = 1  # ranks that work on the same sequences; `ranks` are then such groups
+
+    @property
+    def sequences(self) -> int:
+        return self.prompts * self.responses_per_prompt
+
+    @property
+    def mini_batches(self) -> int:
+        return -(-self.prompts // self.mini_batch_prompts)
+
+    @property
+    def mini_batch_sequences(self) -> int:
+        return min(self.mini_batch_prompts, self.prompts) * self.responses_per_prompt
+
+    @property
+    def optimiser_steps(self) -> int:
+        return self.mini_batches * self.epochs
+
+    @property
+    def rank_sequences(self) -> int:
+        """Sequences of one mini-batch on each rank; the last ones may be masked padding."""
+        return -(-self.mini_batch_sequences // self.ranks)
+
+    @property
+    def padding_rows(self) -> int:
+        return self.rank_sequences * self.ranks - self.mini_batch_sequences
+
+    @property
+    def micro_batch_sequences(self) -> int | None:
+        return None if self.micro_batch_limit is None else min(self.micro_batch_limit, self.rank_sequences)
+
+    @property
+    def micro_batches(self) -> int | None:
+        """Per rank and mini-batch, at most; None: measured at start."""
+        fit = self.micro_batch_sequences
+        if fit is None and self.micro_batch_tokens is not None:
+            fit = max(self.micro_batch_tokens // self.sequence_tokens, 1)
+        return None if fit is None else -(-self.rank_sequences // fit)
+
+    @property
+    def largest_micro_batch(self) -> int | None:
+        """Its tokens; None where the engine measures what fits."""
+        if self.micro_batch_sequences is not None:
+            return self.micro_batch_sequences * self.sequence_tokens
+        return None if self.micro_batch_tokens is None else max(self.micro_batch_tokens, self.sequence_tokens)
+
+    def __str__(self) -> str:
+        return text_table("batches", self.rows())
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """The lines of the table: what, how many, where it comes from."""
+        cut = "the engine finds what fits at start"
+        if self.micro_batch_sequences is not None:
+            cut = f"{self.micro_batch_sequences} sequences each"
+        elif self.micro_batch_tokens is not None:
+            cut = f"at most {self.micro_batch_tokens:,} tokens each"
+        ranks = (
+            f"{counted(self.ranks, 'group')} of {self.group} ranks"
+            if self.group > 1
+            else counted(self.ranks, "rank")
+        )
+        padded = f", {self.padding_rows} of them masked padding" if self.padding_rows else ""
+        lines: list[tuple[str, int | str | None, str]] = [
+            ("prompts per step", self.prompts, ""),
+            ("sequences per step", self.sequences, f"{self.prompts:,} prompts x {self.responses_per_prompt}"),
+            ("mini-batches", self.mini_batches, f"{self.mini_batch_sequences:,} sequences each"),
+            ("optimiser steps", self.optimiser_steps, f"mini-batches x {counted(self.epochs, 'epoch')}"),
+            ("sequences per rank", self.rank_sequences, f"of each mini-batch, on {ranks}{padded}"),
+            ("micro-batches per rank", self.micro_batches or "measured", cut),
+            ("tokens per sequence", self.sequence_tokens, "at most"),
+            ("tokens per step", self.sequences * self.sequence_tokens, "at most"),
+            ("training steps", self.total_steps, ""),
+        ]
+        return [
+            (name, f"{number:,}" if isinstance(number, int) else number, remark)
+            for name, number, remark in lines
+            if number is not None
+        ]
+
+
+def batch_plan(
+    config: PPOConfig | OfflineConfig, total_steps: int | None = None, role: ModelRole | None = None
+) -> BatchPlan:
+    """The batch arithmetic of a config; `total_steps` where the length of the data is known. `role`: by default the one
+    first trained; each has its own layout and micro-batches."""
+    total_steps = config.trainer.total_training_steps if total_steps is None else total_steps
+    chosen = role or model_roles(config)[0]
+    layout = chosen.layout
+    prompts = config.data.train_batch_size
+    if isinstance(config, OfflineConfig):
+        micro, budget = config.data.micro_batch_size_per_gpu, config.data.max_token_len_per_gpu
+        n = 2 if isinstance(config, PreferenceConfig) else 1
+        micro = micro and micro * n  # pairs stay together
+        dynamic, mini, epochs, tokens = config.data.use_dynamic_bsz, prompts, 1, config.data.max_length
+    else:
+        section, n = chosen.section, config.actor_rollout_ref.rollout.n
+        if hasattr(section, "optim"):
+            mini, epochs, micro = (
+                section.ppo_mini_batch_size,
+                section.ppo_epochs,
+                section.ppo_micro_batch_size_per_gpu,
+            )
+            budget, dynamic = section.ppo_max_token_len_per_gpu, section.use_dynamic_bsz
+        else:  # frozen: it passes over a batch once
+            mini, epochs, micro = prompts, 1, section.log_prob_micro_batch_size_per_gpu
+            budget, dynamic = section.log_prob_max_token_len_per_gpu, section.log_prob_use_dynamic_bsz
+        tokens = config.data.max_prompt_length + config.data.max_response_length
+    micro, budget = (None, budget) if dynamic else (micro, None)
+    if budget is not None:
+        budget *= layout.cp  # tokens are given per rank, and these share a sequence
+    return BatchPlan(
+        prompts, n, mini, epochs, layout.dp, tokens, micro, budget, total_steps, layout.model_ranks
+    )
+
+
+def text_table(title: str, lines: list[tuple[str, str, str]]) -> str:
+    """Three aligned columns (name, number, remark) under a title."""
+    left = max(len(line[0]) for line in lines)
+    middle = max(len(line[1]) for line in lines)
+    body = [f"  {name:<{left}}  {number:>{middle}}  {remark}".rstrip() for name, number, remark in lines]
+    return "\n".join([title, *body])
 
 
 class RunPlan:
@@ -74,10 +209,10 @@ class RunPlan:
         """GPUs and packages that the run needs and this machine lacks."""
         return machine_errors(self.config, self.device) + missing_packages(self.config)
 
-    def batches(self, role: str = "", total_steps: int | None = None) -> BatchPlan:
+    def batches(self, role: str = "") -> BatchPlan:
         """The batch arithmetic of a role, by default of the one first trained."""
         chosen = next((each for each in self.roles if each.name == role), self.roles[0])
-        return batch_plan(self.config, total_steps, chosen)
+        return batch_plan(self.config, role=chosen)
 
     @cached_property
     def sizes(self) -> dict[str, ModelSizes | None]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 
-from verl.config.layout_checks import idle_stage_warnings, layout_errors, model_layout_errors
 from verl.config.load import from_dict
 from verl.config.machine import Device
 from verl.config.plan import RunPlan
-from verl.config.plan_report import memory_warnings, render
+from verl.config.plan_report import idle_stage_warnings, memory_warnings, render
+from verl.config.run_checks import layout_errors, model_layout_errors
 from verl.config.schema import PPOConfig
 from verl.config.sources import parse_overrides
 from verl.errors import ConfigError

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from verl.config.async_checks import async_rows
-from verl.config.batch_math import rows as batch_rows
-from verl.config.batch_math import text_table
 from verl.config.capabilities import strategy_spec
 from verl.config.checks import unavailable
 from verl.config.keys import get, put
-from verl.config.layout_checks import (
-    finer_layouts,
-    idle_stage_warnings,
-    layout_rows,
-    model_layout_errors,
-)
 from verl.config.machine import machine_errors
-from verl.config.parallelism import ROLLOUT, offload_section
-from verl.config.plan import RunPlan
+from verl.config.model_path import text_config
+from verl.config.parallelism import ROLLOUT, bubble_share, engine_size, offload_section
+from verl.config.plan import BatchPlan, RunPlan, text_table
+from verl.config.run_checks import layout_errors, model_layout_errors, size_keys, teacher_model_errors
 from verl.config.schema import AnyConfig, GenerationConfig, OfflineConfig, PPOConfig
+from verl.config.sections.trainer import POOL_ASYNC_MODES
 from verl.config.sizes import Estimate, gib
-from verl.config.teacher_checks import teacher_model_errors
 from verl.config.unused_keys import unused_keys
 from verl.errors import ConfigError
 
@@ -42,35 +36,14 @@ def warnings(plan: RunPlan) -> list[str]:
     return lines + memory_warnings(plan) + [line for line in (verdict.error, verdict.warning) if line]
 
 
-def layout_table(plan: RunPlan) -> list[tuple[str, str, str]]:
-    """How the ranks split each role's model, where they do."""
-    alone = all(strategy_spec(role.section.strategy).full_shards for role in plan.roles)
-    return [] if plan.world_size == 1 and alone else layout_rows(plan)
-
-
 def memory_warnings(plan: RunPlan) -> list[str]:
-    """A line for each model that is not in the estimate, and for each phase that does not fit."""
+    """A line for each model that is not in the estimate, and for each phase that does not fit, with the keys that would
+    help and by how much."""
+    device, memory = plan.device, plan.memory
     absent = [role for role in plan.roles if plan.sizes[role.name] is None]
     lines = [f"the {role.name} is not in the estimate: '{role.model.path}' is not here" for role in absent]
-    return lines + _too_large(plan)
-
-
-def _absent_files(config: PPOConfig | OfflineConfig) -> list[str]:
-    """Files the config names and this machine lacks."""
-    lines = []
-    for key in ("data.train_files", "data.val_files"):
-        for name in get(config, key):
-            local = name.startswith((".", "/")) or Path(name).suffix in _FILE_TYPES
-            if local and not Path(name).exists():
-                lines.append(f"'{key}': there is no file or folder '{name}'")
-    return lines
-
-
-def _too_large(plan: RunPlan) -> list[str]:
-    """A line for each phase that does not fit, with the keys that would help and by how much."""
-    device, memory, lines = plan.device, plan.memory, []
     if device.memory is None or memory is None:
-        return []
+        return lines
     for number, phase in enumerate(memory.phases):
         if phase.total <= device.memory * USABLE:
             continue
@@ -93,6 +66,17 @@ def _too_large(plan: RunPlan) -> list[str]:
             f"'generate' has no memory for the KV cache of one sequence besides the weights: raise "
             f"{ROLLOUT}.gpu_memory_utilization, or shorten data.max_response_length"
         )
+    return lines
+
+
+def _absent_files(config: PPOConfig | OfflineConfig) -> list[str]:
+    """Files the config names and this machine lacks."""
+    lines = []
+    for key in ("data.train_files", "data.val_files"):
+        for name in get(config, key):
+            local = name.startswith((".", "/")) or Path(name).suffix in _FILE_TYPES
+            if local and not Path(name).exists():
+                lines.append(f"'{key}': there is no file or folder '{name}'")
     return lines
 
 
@@ -133,7 +117,7 @@ def render(plan: RunPlan, lines: list[str] | None = None) -> str:
     """The plan as text, with its warnings or with others."""
     lines = warnings(plan) if lines is None else lines
     device, batches = plan.device, plan.batches()
-    tables = {"batches": batch_rows(batches), "layout": layout_table(plan)}
+    tables = {"batches": batches.rows(), "layout": layout_table(plan)}
     if isinstance(plan.config, PPOConfig):
         tables["generation ahead of training"] = async_rows(plan.config, batches)
     if plan.memory is not None:
@@ -181,3 +165,92 @@ def check_text(config: AnyConfig, plan: RunPlan | None = None) -> str:
     if isinstance(config, GenerationConfig):
         lines += machine_errors(config)
     return "\n".join(["every key is valid", *(f"warning: {line}" for line in lines)])
+
+
+def layout_table(plan: RunPlan) -> list[tuple[str, str, str]]:
+    """How the ranks split each role's model, where they do."""
+    specs = [strategy_spec(role.section.strategy) for role in plan.roles]
+    if plan.world_size == 1 and all(spec.full_shards for spec in specs):
+        return []
+    lines = []
+    for role, spec in zip(plan.roles, specs, strict=True):
+        layout, micro = role.layout, plan.batches(role.name).micro_batches
+        if spec.full_shards:
+            degrees = f"DP {layout.dp}" + (f", Ulysses {layout.cp}" if layout.cp > 1 else "")
+        else:
+            degrees = f"TP {layout.tp}, PP {layout.pp}, CP {layout.cp}, DP {layout.dp}"
+            degrees += f", EP {layout.ep}" if layout.ep > 1 else ""
+        lines.append((role.name, f"{layout.world_size} ranks", f"{role.section.strategy}: {degrees}"))
+        if layout.pp == 1:
+            continue
+        layers = text_config(role.model.path, role.model.override_config).get("num_hidden_layers")
+        if isinstance(layers, int):
+            lines.append((f"{role.name}: layers per stage", str(-(-layers // layout.pp)), f"of {layers}"))
+        waits = "each stage waits while the first and the last ones pass"
+        if micro is not None:
+            turns, share = micro + layout.pp - 1, 100 * bubble_share(layout.pp, micro)
+            waits = f"each stage waits {layout.pp - 1} of {turns} turns: {share:.1f} %"
+        shown = "measured" if micro is None else f"{micro:,}"
+        lines.append((f"{role.name}: micro-batches per stage", shown, waits))
+    return lines
+
+
+def idle_stage_warnings(plan: RunPlan) -> list[str]:
+    """A line for each role with fewer micro-batches than pipeline stages."""
+    lines = []
+    for role in plan.roles:
+        stages, batches = role.layout.pp, plan.batches(role.name)
+        micro = batches.micro_batches
+        if micro is None or micro >= stages:
+            continue
+        name = "data.micro_batch_size_per_gpu"
+        if role.name != "model":
+            name = f"{role.key}.{'ppo' if hasattr(role.section, 'optim') else 'log_prob'}_micro_batch_size_per_gpu"
+        fix = f"{name}={batches.rank_sequences // stages}"
+        if batches.rank_sequences < stages:
+            fix = "a larger batch, or fewer stages"
+        elif batches.micro_batch_tokens is not None:
+            fix = "a smaller token budget"
+        lines.append(
+            f"'{role.key}.{size_keys(role, 'pp')[0]}' is {stages}, but a rank has {micro} micro-batches: each stage "
+            f"waits {100 * bubble_share(stages, micro):.0f} % of a pass. What would help: {fix}"
+        )
+    return lines
+
+
+def finer_layouts(plan: RunPlan) -> Iterator[tuple[str, int]]:
+    """Parallel sizes, with twice their value, that the ranks and the models allow."""
+    for role in plan.roles:
+        for name in (key for degree in ("tp", "pp", "cp") for key in size_keys(role, degree)[:1]):
+            changed = deepcopy(plan.config)
+            key, value = f"{role.key}.{name}", 2 * get(role.section, name)
+            put(changed, key, value)
+            other = RunPlan(changed)
+            if not layout_errors(other) and not model_layout_errors(other):
+                yield key, value
+
+
+def async_rows(config: PPOConfig, batches: BatchPlan) -> list[tuple[str, str, str]]:
+    """The lines of the plan; empty for synchronous training."""
+    own, rollout = config.trainer.async_training, config.actor_rollout_ref.rollout
+    if own.mode == "off" or config.trainer.val_only:
+        return []
+    staleness = own.staleness or 0
+    where = "the trainer's processes, before each update"
+    if own.mode in POOL_ASYNC_MODES:
+        engines = rollout.nnodes * rollout.n_gpus_per_node // engine_size(config)
+        where = f"{engines} separate {'process' if engines == 1 else 'processes'}, during updates"
+    most = (staleness + 1) * batches.prompts
+    how = f"at most, those in training included: {batches.prompts:,} x {staleness + 1}"
+    if own.mode == "carry_over":
+        most = math.ceil(batches.prompts * (1 + own.over_sampling))
+        how = f"at most: {batches.prompts:,} x {1 + own.over_sampling:g}"
+    lines = [
+        ("mode", own.mode, f"generated by {where}"),
+        ("prompts in progress", f"{most:,}", how),
+        ("oldest weights", f"{staleness:,}", "steps behind those trained, when a response starts"),
+    ]
+    if batches.optimiser_steps > 1:
+        remark = "per step: the ratio in the loss also covers these updates, besides the age"
+        lines.append(("optimiser steps", f"{batches.optimiser_steps:,}", remark))
+    return lines

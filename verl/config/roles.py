@@ -167,7 +167,7 @@ def register_role(
             raise ConfigError(f"role {name!r} is frozen and trains on {trains_on[0]!r}; give frozen=False")
         for other in _roles.values():
             shared = sorted(set(columns) & set(other.columns))
-            if other.name == name and _same(other.worker, worker):
+            if other.name == name and getattr(other.worker, "__qualname__", "") == worker.__qualname__:
                 continue  # its module was imported under another name
             if other.name == name or shared:
                 what = f"is registered already, by {other.worker}" if other.name == name else (
@@ -184,10 +184,6 @@ def register_role(
     return decorate
 
 
-def _same(one: Any, other: Any) -> bool:
-    return bool(getattr(one, "__qualname__", one) == other.__qualname__)
-
-
 def find_role(name: str) -> Role:
     """The role of that name."""
     return _roles[name]
@@ -197,17 +193,17 @@ def roles_of(config: PPOConfig) -> list[Role]:
     """The roles of a run, the actor first: those that provide a column its methods or another role of it need."""
     needed = set(needed_columns(config))
     chosen = {ACTOR}
+
+    def wanted(role: Role) -> bool:
+        enabled = get(config, role.enable) if role.enable else None
+        return bool(needed.intersection(role.columns)) if enabled is None else bool(enabled)
+
     while True:
-        more = [role for role in _roles.values() if role.name not in chosen and _wanted(role, config, needed)]
+        more = [role for role in _roles.values() if role.name not in chosen and wanted(role)]
         if not more:
             return [role for role in _roles.values() if role.name in chosen]
         chosen |= {role.name for role in more}
         needed |= {column for role in more for column in (*role.inputs, *role.trains_on)}
-
-
-def _wanted(role: Role, config: PPOConfig, needed: set[str]) -> bool:
-    enabled = get(config, role.enable) if role.enable else None
-    return bool(needed.intersection(role.columns)) if enabled is None else bool(enabled)
 
 
 def update_time(config: PPOConfig, role: Role) -> str:

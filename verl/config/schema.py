@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from verl.config.keys import section
-from verl.config.methods import ADV_ESTIMATOR, POLICY_LOSS, needed_by
+from verl.config.methods import ADV_ESTIMATOR, POLICY_LOSS, provides
 from verl.config.sections.actor import (
     ActorConfig,
     CriticConfig,
@@ -29,6 +29,10 @@ from verl.config.sections.generation import (
     GenerationDataConfig,
     GenerationModelConfig,
     GenerationRolloutConfig,
+    PreferenceAlgorithmConfig,
+    PreferenceDataConfig,
+    RewardAlgorithmConfig,
+    RewardDataConfig,
 )
 from verl.config.sections.model import (
     CheckpointConfig,
@@ -36,12 +40,6 @@ from verl.config.sections.model import (
     OptimConfig,
     SFTModelConfig,
     SFTOptimConfig,
-)
-from verl.config.sections.preference import (
-    PreferenceAlgorithmConfig,
-    PreferenceDataConfig,
-    RewardAlgorithmConfig,
-    RewardDataConfig,
 )
 from verl.config.sections.reward import RewardConfig, RewardFunctionConfig, WeightedRewardConfig
 from verl.config.sections.rollout import RolloutConfig
@@ -81,17 +79,14 @@ class ActorRolloutRefConfig:
         RefConfig,
         "the frozen reference policy",
         used_if=(
-            lambda name: (
-                ".actor.use_kl_loss or algorithm.use_kl_in_reward or "
-                + needed_by(POLICY_LOSS, "ref_log_prob")(name)
-            ),
+            provides(POLICY_LOSS, "ref_log_prob", ".actor.use_kl_loss", "algorithm.use_kl_in_reward"),
             "!.model.lora_rank",
         ),
     )
     teacher: TeacherConfig = section(
         TeacherConfig,
         "the frozen model the policy is distilled from",
-        used_if=needed_by(POLICY_LOSS, "teacher_log_probs"),
+        used_if=provides(POLICY_LOSS, "teacher_log_probs"),
     )
 
 
@@ -107,7 +102,7 @@ class PPOConfig(RootConfig):
     implicit_reward: ImplicitRewardConfig = section(
         ImplicitRewardConfig,
         "token rewards learned from outcomes",
-        used_if=needed_by(ADV_ESTIMATOR, "process_rewards"),
+        used_if=provides(ADV_ESTIMATOR, "process_rewards"),
     )
     reward: RewardConfig = section(RewardConfig, "what a response is worth")
     algorithm: AlgorithmConfig = section(AlgorithmConfig, "from scores to advantages")

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.config.batch_math import BatchPlan
 from verl.config.capabilities import engine_spec, strategy_spec
 from verl.config.model_path import cached_config, config_problem
 from verl.config.parallelism import Layout, engine_size, offload_section, rollout_pool
@@ -308,15 +307,19 @@ def role_memory(plan: RunPlan) -> list[RoleMemory]:
 def estimate(plan: RunPlan) -> Estimate:
     """Roles and phases of a step."""
     config, device, found, batches = plan.config, plan.device, plan.role_memory, plan.batches()
-    updates = [
-        _update(
-            role,
-            [other for other in found if other is not role],
-            _micro_batch_tokens(plan.batches(role.role)),
-        )
-        for role in found
-        if role.trained
-    ]
+    updates = []
+    for role in filter(lambda role: role.trained, found):
+        parts = {
+            "weights": role.weights,
+            "gradients": role.gradients,
+            "optimiser": role.optimiser,
+            "output matrix": role.workspace,
+            "other roles": sum(other.idle for other in found if other is not role),
+        }
+        tokens = plan.batches(role.role).largest_micro_batch
+        if tokens is not None:
+            parts["activations"] = role.activations_per_token * -(-tokens // role.sequence_ranks)
+        updates.append(Phase(f"update {role.role}", parts))
     if isinstance(config, OfflineConfig):
         return Estimate(found, updates)
     actor, idle, sizes = found[0], found[1:], plan.sizes[plan.roles[0].name]
@@ -332,7 +335,11 @@ def estimate(plan: RunPlan) -> Estimate:
     # The GPUs of an engine share its weights and its cache. The native engine uses the trainer's weights where a rank
     # has all of them, else a gathered copy; other engines have their own.
     weights, cache = actor.full_weights // size, cache_bytes // size
-    copied = engine_spec(rollout.name).owns_weights or not _has_all_weights(plan)
+    layout = plan.roles[0].layout
+    shared = layout.tp * layout.pp * layout.ep == 1
+    if strategy_spec(plan.roles[0].section.strategy).full_shards:
+        shared = plan.world_size == 1
+    copied = engine_spec(rollout.name).owns_weights or not shared
     if device.memory is not None:
         # The engine never takes more than its share; sequences that do not fit wait their turn.
         share = rollout.gpu_memory_utilization if device.kind == "cuda" else 1.0
@@ -349,32 +356,3 @@ def estimate(plan: RunPlan) -> Estimate:
         cache_bytes,
         sequence_bytes // size,
     )
-
-
-def _has_all_weights(plan: RunPlan) -> bool:
-    """Whether the actor's engine holds the whole model on each rank."""
-    actor = plan.roles[0]
-    if strategy_spec(actor.section.strategy).full_shards:
-        return plan.world_size == 1
-    return actor.layout.tp * actor.layout.pp * actor.layout.ep == 1
-
-
-def _micro_batch_tokens(batches: BatchPlan) -> int | None:
-    """Tokens in the largest micro-batch; None where the engine measures what fits."""
-    if batches.micro_batch_sequences is not None:
-        return batches.micro_batch_sequences * batches.sequence_tokens
-    budget = batches.micro_batch_tokens
-    return None if budget is None else max(budget, batches.sequence_tokens)
-
-
-def _update(role: RoleMemory, others: list[RoleMemory], tokens: int | None) -> Phase:
-    parts = {
-        "weights": role.weights,
-        "gradients": role.gradients,
-        "optimiser": role.optimiser,
-        "output matrix": role.workspace,
-        "other roles": sum(other.idle for other in others),
-    }
-    if tokens is not None:
-        parts["activations"] = role.activations_per_token * -(-tokens // role.sequence_ranks)
-    return Phase(f"update {role.role}", parts)

@@ -16,20 +16,15 @@ from typing import Any
 
 import yaml
 
+from verl.config.keys import to_dict
 from verl.errors import ConfigError
-from verl.json_input import MAX_BYTES, MAX_DEPTH, check_nesting, open_regular
+from verl.json_input import MAX_DEPTH, check_nesting, read_text
 
 # Names in a `defaults:` list that mean the schema's defaults, which are always there.
 BUILT_IN = (
-    "ppo_trainer",
-    "ppo_megatron_trainer",
-    "sft_trainer",
-    "dpo_trainer",
-    "reward_trainer",
-    "generation",
-    "evaluation",
+    "ppo_trainer", "ppo_megatron_trainer", "sft_trainer", "dpo_trainer", "reward_trainer", "generation", "evaluation",
     "_self_",
-)
+)  # fmt: skip
 # Keys whose one text value is a comma list; anywhere else commas would ask for several runs.
 COMMA_KEYS = (".rollout_rs", ".rollout_rs_threshold")
 _UNDERSCORED = re.compile(r"^[0-9.]+_[0-9_.]*$")
@@ -51,21 +46,17 @@ def parse_command_line(argv: list[str]) -> argparse.Namespace:
         raise ConfigError(f"{error}; --help lists the options") from None
     for number, word in enumerate(words):
         if word.startswith("-"):
+            name, equals, value = word.lstrip("-").partition("=")
+            rest = words[number + 1 : number + 2]
+            if not equals and rest and not rest[0].startswith("-") and "=" not in rest[0]:
+                equals, value = "=", rest[0]
             raise ConfigError(
                 f"unknown option '{word}' (--help lists them); keys are written key=value"
-                f"{_without_dashes(word, words[number + 1 :])}"
+                + (f": write {name.replace('-', '_')}={value}" if equals else "")
             )
     line.help_about = [word for word in words if "=" not in word] if line.help else []
     line.overrides = [word for word in words if word not in line.help_about]
     return line
-
-
-def _without_dashes(word: str, rest: list[str]) -> str:
-    """How `--key=value` or `--key value` is written here."""
-    name, equals, value = word.lstrip("-").partition("=")
-    if not equals and rest and not rest[0].startswith("-") and "=" not in rest[0]:
-        equals, value = "=", rest[0]
-    return f": write {name.replace('-', '_')}={value}" if equals else ""
 
 
 _INT = re.compile(r"^[-+]?[0-9]+$")
@@ -120,11 +111,7 @@ def dump_yaml(values: Any) -> str:
 def load_yaml(path: Path) -> dict[Any, Any]:
     """The mapping in a file, at most `MAX_DEPTH` levels deep; {} for an empty file."""
     try:
-        with open_regular(path) as file:
-            content = file.read(MAX_BYTES + 1)
-        if len(content) > MAX_BYTES:
-            raise ValueError(f"larger than {MAX_BYTES:,} bytes")
-        loaded = yaml.load(content.decode("utf-8"), Loader=_Loader)
+        loaded = yaml.load(read_text(path), Loader=_Loader)
         check_nesting(loaded, _MAX_VALUES)
     except RecursionError:
         raise ConfigError(f"cannot read '{path}': nested deeper than {MAX_DEPTH} levels") from None
@@ -217,19 +204,13 @@ def from_mapping(values: Mapping[Any, Any], where: str = "the config") -> dict[s
     return result
 
 
-def _copy(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _copy(below) for name, below in value.items()}
-    return [_copy(each) for each in value] if isinstance(value, (list, tuple)) else value
-
-
 def merge(tree: dict[str, Any], other: Mapping[str, Any]) -> None:
     """Merge a copy of another tree into this one; lists and values are replaced, mappings are merged."""
     for name, value in other.items():
         if isinstance(value, Mapping) and isinstance(tree.get(name), dict):
             merge(tree[name], value)
         elif value is not None or not isinstance(tree.get(name), dict):
-            tree[name] = _copy(value)
+            tree[name] = to_dict(value)
 
 
 def set_path(tree: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
@@ -249,16 +230,6 @@ def get_path(tree: Any, name: str) -> Any:
     for part in name.split("."):
         tree = tree.get(part) if isinstance(tree, Mapping) else None
     return tree
-
-
-def del_path(tree: dict[str, Any], name: str) -> None:
-    """Remove a dotted name from the tree, where it is there."""
-    *parents, last = name.split(".")
-    inner: Any = tree
-    for parent in parents:
-        inner = inner.get(parent) if isinstance(inner, dict) else None
-    if isinstance(inner, dict):
-        inner.pop(last, None)
 
 
 def leaves(tree: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -375,7 +346,7 @@ def _unquote(value: Any) -> Any:
 
 def resolve(tree: dict[str, Any], context: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """The tree with its interpolations replaced; they may name keys of the tree or of the context (later wins)."""
-    if not _has_interpolation(tree):
+    if "${" not in str(tree):
         return tree
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -388,14 +359,6 @@ def resolve(tree: dict[str, Any], context: Iterable[Mapping[str, Any]]) -> dict[
     except OmegaConfBaseException as error:
         raise ConfigError(f"cannot resolve an interpolation: {' '.join(str(error).split())}") from None
     return _pick(resolved, tree)
-
-
-def _has_interpolation(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return any(_has_interpolation(each) for each in value.values())
-    if isinstance(value, (list, tuple)):
-        return any(_has_interpolation(each) for each in value)
-    return isinstance(value, str) and "${" in value
 
 
 def _pick(resolved: Any, tree: Any) -> Any:

@@ -2,7 +2,8 @@
 
 A key declares with `used_if` what must hold for it to have an effect: one condition, or several that must all hold.
 A condition is `a or b` of these terms, where a leading dot means the key's own section and two the one around it:
-`name` (is set and not False or 0), `!name`, `name=x|y`, `name!=x|y`, `@term` (one of `TERMS`).
+`name` (is set and not False or 0), `!name`, `name=x|y`, `name!=x|y`, `@term` (one of `TERMS`). Where the first is
+`@needs:column`, the condition is that a method or role of the run needs the column; the others say in words what does.
 A key that has the value it would have anyway is never reported.
 """
 
@@ -13,14 +14,13 @@ from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
-from verl.config import known
-from verl.config.async_checks import async_advice
 from verl.config.build import finalize
 from verl.config.capabilities import engine_spec
-from verl.config.keys import Key, get, put, schema_keys
+from verl.config.keys import Key, get, is_dtype, put, schema_keys
 from verl.config.machine import cpu_has_bf16, on_cpu
-from verl.config.methods import ADV_ESTIMATOR, find_method, methods_of
-from verl.config.parallelism import engine_size, pools, rollout_pool
+from verl.config.methods import ADV_ESTIMATOR, find_method, methods_of, needed_columns
+from verl.config.parallelism import counted, engine_size, pools, rollout_pool
+from verl.config.roles import roles_of
 from verl.config.schema import (
     AnyConfig,
     EvaluationConfig,
@@ -46,16 +46,19 @@ def unused_keys(config: AnyConfig) -> list[str]:
 
 def _unmet(config: AnyConfig, key: Key, condition: str) -> str:
     """Why a condition does not hold; empty where it does."""
-    reasons = []
-    for term in condition.split(" or "):
-        why = _unmet_term(config, key, term)
-        if not why:
-            return ""
-        reasons.append(why)
-    return " and ".join(reasons)
+    terms = condition.split(" or ")
+    column = terms.pop(0).removeprefix("@needs:") if condition.startswith("@needs:") else ""
+    if (
+        column
+        and isinstance(config, PPOConfig)
+        and (column in needed_columns(config) or any(column in role.columns for role in roles_of(config)))
+    ):
+        return ""
+    reasons = [_unmet_term(config, key, term, of_column=bool(column)) for term in terms]
+    return " and ".join(reasons) if all(reasons) else ""
 
 
-def _unmet_term(config: AnyConfig, key: Key, term: str) -> str:
+def _unmet_term(config: AnyConfig, key: Key, term: str, *, of_column: bool) -> str:
     if term == "@never":
         return key.doc.removeprefix("no effect: ")
     if term.startswith("@"):
@@ -71,7 +74,7 @@ def _unmet_term(config: AnyConfig, key: Key, term: str) -> str:
         )
         return f"{name} is {shown}" if bool(value) == bool(negated) else ""
     metadata = schema_keys(type(config))[name].metadata
-    if metadata["plugin"] and isinstance(value, str) and value not in metadata["known"]:
+    if metadata["plugin"] and isinstance(value, str) and value not in metadata["known"] and not of_column:
         return ""  # what a user's own loss, estimator or engine reads is not known
     found = any(str(each) in values.split("|") for each in (value if isinstance(value, list) else [value]))
     if sign == "=":
@@ -127,9 +130,7 @@ def _slow_dtypes(config: AnyConfig) -> list[str]:
     keys = [
         key.name
         for key in schema_keys(type(config)).values()
-        if key.metadata["known"] in (known.MODEL_DTYPES, known.ROLLOUT_DTYPES)
-        and key.name in config.user_set
-        and get(config, key.name) == "bfloat16"
+        if is_dtype(key.metadata) and key.name in config.user_set and get(config, key.name) == "bfloat16"
     ]
     if not keys or isinstance(config, EvaluationConfig) or cpu_has_bf16() or not on_cpu(config):
         return []
@@ -147,8 +148,15 @@ def _advice(config: AnyConfig) -> list[str]:
         ]
     if not isinstance(config, PPOConfig):
         return []
-    lines = async_advice(config) + _method_advice(config)
-    rollout, algorithm = config.actor_rollout_ref.rollout, config.algorithm
+    lines = _method_advice(config)
+    rollout, algorithm, trainer = config.actor_rollout_ref.rollout, config.algorithm, config.trainer
+    ahead, warmup = trainer.async_training, trainer.critic_warmup
+    if ahead.mode != "off" and ahead.staleness and warmup and not trainer.val_only:
+        lines.append(
+            f"'trainer.critic_warmup'={warmup}: the policy does not change in the first {counted(warmup, 'step')}; "
+            "responses are generated ahead all the same, and their age counts in steps "
+            f"(trainer.async_training.staleness={ahead.staleness})"
+        )
     val, name = rollout.val_kwargs, "actor_rollout_ref.rollout"
     if val.n > 1 and not val.do_sample and config.data.val_files:
         lines.append(

@@ -49,26 +49,6 @@ def pad_rows(
     return torch.from_numpy(out)
 
 
-def _response_masks(responses: Sequence[FinishedSample]) -> list[list[int]]:
-    masks = []
-    for number, response in enumerate(responses):
-        mask = getattr(response, "response_mask", None)
-        if mask is None:
-            mask = [1] * len(response.token_ids)
-        if len(mask) != len(response.token_ids):
-            raise DataError(
-                f"Response {number} has {len(response.token_ids)} tokens but a response_mask of {len(mask)}."
-            )
-        masks.append(list(mask))
-    return masks
-
-
-def _versions(response: FinishedSample) -> Sequence[int]:
-    """Of the weights that drew each token."""
-    versions = getattr(response, "versions", None)
-    return [response.policy_version] * len(response.token_ids) if versions is None else versions
-
-
 def _log_probs(responses: Sequence[FinishedSample]) -> list[Sequence[float]] | None:
     """One per token, for all responses or for none."""
     values_per_row = [response.log_probs if response.log_probs is not None else [] for response in responses]
@@ -97,7 +77,14 @@ def assemble_rollouts(
         )
     prompt_rows = [list(ids) for ids in prompts.non_tensor_batch["prompt_ids"]]
     response_rows = [list(response.token_ids) for response in responses]
-    masks = _response_masks(responses)
+    masks, versions = [], []
+    for number, response in enumerate(responses):
+        own, drawn = getattr(response, "response_mask", None), getattr(response, "versions", None)
+        length = len(response.token_ids)
+        masks.append([1] * length if own is None else list(own))
+        versions.append([response.policy_version] * length if drawn is None else drawn)
+        if len(masks[-1]) != length:
+            raise DataError(f"Response {number} has {length} tokens but a response_mask of {len(masks[-1])}.")
     log_probs = _log_probs(responses)
 
     prompts_BP = pad_rows(prompt_rows, pad_token_id, torch.long, left=True)
@@ -111,7 +98,7 @@ def assemble_rollouts(
         "input_ids": torch.cat([prompts_BP, responses_BT], dim=1),
         "attention_mask": torch.cat([prompt_mask_BP, seen_BT], dim=1),
         "response_mask": pad_rows(masks, 0, torch.long, width=T),
-        "token_versions": pad_rows([_versions(r) for r in responses], 0, torch.long, width=T),
+        "token_versions": pad_rows(versions, 0, torch.long, width=T),
     }
     if log_probs is not None:
         tensors["rollout_log_probs"] = pad_rows(log_probs, 0.0, torch.float32, width=T)
@@ -201,14 +188,20 @@ def split_turns(batch: DataProto, pad_token_id: int) -> DataProto:
             )
 
     repeated = batch[rows]
+    width = max([1, *(end - start for start, end in spans)])
     tensors: dict[str, torch.Tensor] = {}
     for key, tensor in repeated.batch.items():
         if key not in rebuilt and tensor.dim() > 1 and tensor.shape[1] != T:
             raise DataError(
                 f"Cannot split tensor '{key}' {list(tensor.shape)}: it is not as wide as the responses ({T})."
             )
-        if key not in rebuilt:
-            tensors[key] = _cut_rows(tensor, spans) if tensor.dim() > 1 else tensor
+        if key in rebuilt:
+            continue
+        tensors[key] = tensor
+        if tensor.dim() > 1:  # each row's span, at the front of a tensor as wide as the longest span
+            tensors[key] = tensor.new_zeros((len(spans), width, *tensor.shape[2:]))
+            for row, (start, end) in enumerate(spans):
+                tensors[key][row, : end - start] = tensor[row, start:end]
     columns = {
         **repeated.non_tensor_batch,
         "prompt_ids": object_column(prompts),
@@ -216,15 +209,6 @@ def split_turns(batch: DataProto, pad_token_id: int) -> DataProto:
     }
     assembled = assemble_rollouts(DataProto({}, columns, dict(batch.meta_info)), samples, pad_token_id)
     return DataProto({**assembled.batch, **tensors}, assembled.non_tensor_batch, assembled.meta_info)
-
-
-def _cut_rows(tensor: torch.Tensor, spans: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """Each row's span, at the front of a tensor as wide as the longest span."""
-    width = max(1, *(end - start for start, end in spans))
-    out = tensor.new_zeros((len(spans), width, *tensor.shape[2:]))
-    for row, (start, end) in enumerate(spans):
-        out[row, : end - start] = tensor[row, start:end]
-    return out
 
 
 def add_answers(batch: DataProto, n: int, pad_token_id: int) -> DataProto:

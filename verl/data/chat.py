@@ -13,26 +13,25 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
-from verl.data.messages import no_prompt, plain_text, read_messages
-from verl.data.special_tokens import SpecialTokens, as_given, is_marked, require_characters, unmarked
-from verl.data.tool_messages import (
+from verl.config.sections.data import TemplateConfig
+from verl.data.messages import (
     PROBE_TOOL,
     Messages,
     Tools,
     calls_as_text,
+    no_prompt,
+    plain_text,
     probe_call,
+    read_messages,
     tools_text,
     with_short_ids,
 )
+from verl.data.special_tokens import SpecialTokens, as_given, is_marked, require_characters, unmarked
+from verl.data.tokenizer import Tokenizer
 from verl.errors import ConfigError, DataError, ModelError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from verl.config.sections.data import TemplateConfig
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +51,7 @@ _OPTIONS = (
 class ChatFormat:
     """How prompts become text and ids: a tokenizer and the settings of the data section."""
 
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     system_prompt: str | None = None
     apply_chat_template: str = "auto"
@@ -63,9 +62,7 @@ class ChatFormat:
     """Whether special tokens that contents spell are special tokens."""
 
     @classmethod
-    def of(
-        cls, tokenizer: PreTrainedTokenizerBase, config: TemplateConfig, tools: Tools | None = None
-    ) -> ChatFormat:
+    def of(cls, tokenizer: Tokenizer, config: TemplateConfig, tools: Tools | None = None) -> ChatFormat:
         """As a data section says."""
         return cls(
             tokenizer,
@@ -333,8 +330,14 @@ class ChatFormat:
         """A prompt as it is used (string, or messages as the template takes them) and as text with marks."""
         messages = self.messages_of(prompt, where, tools)
         if messages is None and isinstance(prompt, str):
-            if self.apply_chat_template == "auto" and self.tokenizer.chat_template:
-                self._say_untemplated(prompt, where)
+            untold = self.apply_chat_template == "auto" and self.tokenizer.chat_template
+            if untold and not any(self._special.spelled_in(prompt)):  # else it is templated
+                self.warn_once(
+                    "string prompts",
+                    f"prompts that are strings, for example of {where}, are used as they are, without the chat "
+                    "template: data.apply_chat_template=always makes each a message of the user, never says that this "
+                    "is meant",
+                )
             if tools or (tools is None and self.tools):
                 self.warn_once(
                     "tools",
@@ -354,14 +357,6 @@ class ChatFormat:
             told = f"the prompt of {where} ends with the assistant's message: the policy continues it"
             self.warn_once("prefill", told)
         return messages, self.render(messages, generate=True, where=where, tools=tools)
-
-    def _say_untemplated(self, prompt: str, where: str) -> None:
-        if not any(self._special.spelled_in(prompt)):  # else it is templated
-            self.warn_once(
-                "string prompts",
-                f"prompts that are strings, for example of {where}, are used as they are, without the chat template: "
-                "data.apply_chat_template=always makes each a message of the user, never says that this is meant",
-            )
 
     def takes_bos(self, raw: str | Messages) -> bool:
         """Whether the tokenizer's beginning token goes in front of a prompt, as no template has written it."""
@@ -432,15 +427,11 @@ class ChatFormat:
             return self.encode([self._marked_text(messages, False, where=where)])[0]
         text = "\n\n".join(str(message["content"]) for message in messages)
         marked = self._special.mark(text)
+        ids: list[int]
         if not is_marked(marked):
-            ids: list[int] = self.tokenizer(text, verbose=False)["input_ids"]
+            ids = self.tokenizer(text, verbose=False)["input_ids"]
             return ids
-        before, after = self._added_around
-        return [*before, *self.encode([marked])[0], *after]
-
-    @cached_property
-    def _added_around(self) -> tuple[list[int], list[int]]:
-        """What the tokenizer itself puts before and after plain text."""
+        # What the tokenizer itself puts before and after plain text goes there.
         ids, (inner,) = self.tokenizer("a", verbose=False)["input_ids"], self.encode(["a"])
         start = next(at for at in range(len(ids)) if ids[at : at + len(inner)] == inner)
-        return ids[:start], ids[start + len(inner) :]
+        return [*ids[:start], *self.encode([marked])[0], *ids[start + len(inner) :]]

@@ -9,18 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from verl.config.schema import DataConfig
 from verl.data.chat import ChatFormat
 from verl.data.columns import require_column
 from verl.data.files import Rows
-from verl.data.messages import after_prompt, no_prompt, read_messages, shared_beginning
+from verl.data.messages import (
+    Messages,
+    Tools,
+    after_prompt,
+    as_tools,
+    no_prompt,
+    read_messages,
+    shared_beginning,
+)
 from verl.data.special_tokens import unmarked
-from verl.data.tool_messages import Messages, Tools, as_tools
 from verl.errors import DataError
-
-if TYPE_CHECKING:
-    from verl.config.schema import DataConfig
 
 Row = tuple[list[int], list[int]]
 """Ids, and 1 for each id that is learned from."""
@@ -105,7 +110,11 @@ def exchange_answers(
         said = _after_opened(text, following[0])
         return [Answer(text, chat.content(said, where), takes_bos=chat.takes_bos(raw))]
     if before and before[-1]["role"] == "assistant" and following[0]["role"] == "assistant":
-        return [_continued(chat, chat.taken(before, tools), following[0], where, tools)]
+        # The rest of a turn whose beginning is the end of the prompt.
+        *earlier, last = chat.taken(before, tools)
+        text = chat.render([*earlier, last], generate=True, where=where, tools=tools)
+        whole = [*earlier, {**last, "content": last["content"] + following[0]["content"]}]
+        return [Answer(text, _written(chat, text, whole, following[0], where, tools))]
     return conversation_answers([*before, *following], chat, where, learn_from=len(before), tools=tools)
 
 
@@ -118,7 +127,14 @@ def conversation_answers(
     known = sum(message["role"] == "assistant" for message in messages[:learn_from])
     messages = chat.taken(messages, tools)
     numbers = [number for number, message in enumerate(messages) if message["role"] == "assistant"][known:]
-    numbers = [number for number in numbers if _weight(messages[number], f"message {number} of {where}")]
+    # Whether an answer is learned from, by the field that files of OpenAI have.
+    weights = {number: messages[number].get("weight", 1) for number in numbers}
+    for number, weight in weights.items():
+        if weight not in (0, 1):
+            raise DataError(
+                f"'weight' of message {number} of {where} must be 0 (not learned from) or 1, got {weight!r}."
+            )
+    numbers = [number for number in numbers if weights[number]]
     if not numbers:
         roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
         raise DataError(
@@ -144,23 +160,6 @@ def _never(where: str) -> DataError:
     return DataError(
         f"{where} is a conversation, which needs the chat template: data.apply_chat_template=never leaves it out."
     )
-
-
-def _weight(message: Mapping[str, Any], where: str) -> bool:
-    """Whether an answer is learned from, by the field that files of OpenAI have."""
-    weight = message.get("weight", 1)
-    if weight not in (0, 1):
-        raise DataError(f"'weight' of {where} must be 0 (not learned from) or 1, got {weight!r}.")
-    return bool(weight)
-
-
-def _continued(
-    chat: ChatFormat, before: Messages, answer: Mapping[str, Any], where: str, tools: Tools | None
-) -> Answer:
-    """The rest of a turn whose beginning is the end of the prompt."""
-    text = chat.render(before, generate=True, where=where, tools=tools)
-    whole = {**before[-1], "content": before[-1]["content"] + answer["content"]}
-    return Answer(text, _written(chat, text, [*before[:-1], whole], answer, where, tools))
 
 
 def _written(
@@ -296,7 +295,9 @@ def _rows(chat: ChatFormat, answers: Sequence[tuple[list[int], list[int]]], wher
         if not rows or prompt[: len(rows[-1][0])] != rows[-1][0]:
             rows.append(([], []))
         ids, mask = rows[-1]
-        learned = text[: _end_of_turn(chat, text)]
+        # What a template puts after its last special token (a newline, mostly) is never generated.
+        end = next((at for at in range(len(text), 0, -1) if text[at - 1] in chat.atomic_ids), 0)
+        learned = text[:end] if end and not str(chat.tokenizer.decode(text[end:])).strip() else text
         mask += [0] * (len(prompt) - len(ids)) + [1] * len(learned)
         ids[:] = prompt + learned
     eos: Any = chat.tokenizer.eos_token_id
@@ -309,13 +310,6 @@ def _rows(chat: ChatFormat, answers: Sequence[tuple[list[int], list[int]]], wher
         if not any(mask):
             raise DataError(f"{where} has no token to learn from.")
     return rows
-
-
-def _end_of_turn(chat: ChatFormat, ids: list[int]) -> int:
-    """How many ids of a turn the model writes. What a template puts after its last special token (a newline, mostly) is
-    never generated."""
-    end = next((at for at in range(len(ids), 0, -1) if ids[at - 1] in chat.atomic_ids), 0)
-    return end if end and not str(chat.tokenizer.decode(ids[end:])).strip() else len(ids)
 
 
 def answer_ids(

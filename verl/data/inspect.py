@@ -11,13 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from verl.config.known import CHAT_TEMPLATE_USES
+from verl.config.sections.data import CHAT_TEMPLATE_USES
 from verl.data.chat import ChatFormat
-from verl.data.columns import STRINGS, is_text, likely_column
+from verl.data.columns import STRINGS, is_text, likely_column, truth_of
 from verl.data.conversations import Row, encode_answers, pair_rows, sft_answers
 from verl.data.files import Rows, read_rows
 from verl.data.messages import is_conversation, plain_text, read_messages
-from verl.data.reward_columns import truth_of
 from verl.data.tokenizer import load_tokenizer
 from verl.errors import DataError, VerlError
 

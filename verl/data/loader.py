@@ -1,4 +1,4 @@
-"""Batches of a dataset, epoch after epoch, with a position that can be saved.
+"""What all datasets of a data section share, and their batches, epoch after epoch, with a position that can be saved.
 
 The order of an epoch (shuffled, easiest first, or a weighted mixture) depends on the seed and its number alone, so a
 position is all that a checkpoint saves; it counts batches yielded, not those prepared ahead. Workers are threads:
@@ -10,15 +10,18 @@ from __future__ import annotations
 import logging
 import zlib
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
+from verl.data.chat import ChatFormat, Tools
+from verl.data.files import Files, Rows, read_rows
 from verl.data.proto import DataProto
-from verl.errors import CheckpointError, DataError
+from verl.data.tokenizer import Tokenizer, read_template
+from verl.errors import CheckpointError, ConfigError, DataError
 
 logger = logging.getLogger(__name__)
 
@@ -185,12 +188,16 @@ class Loader:
             yield start, drawn, uids
 
     def __iter__(self) -> Iterator[DataProto]:
-        epoch, plan = self.epoch, self._plan(self.epoch, self.position)
+        epoch = self.epoch
+        for end, batch in self._made(self._plan(epoch, self.position)):
+            done = self._batches_after(end) == 0
+            self.epoch, self.position = (epoch + 1, 0) if done else (epoch, end)
+            yield batch
+
+    def _made(self, plan: Iterator[tuple[int, np.ndarray, list[str]]]) -> Iterator[tuple[int, DataProto]]:
+        """Where each batch ends, and the batch; made ahead by workers, where there are any."""
         if not self._workers:
-            for end, drawn, uids in plan:
-                batch = self.dataset.batch(drawn.tolist(), uids)
-                self._advance(epoch, end)
-                yield batch
+            yield from ((end, self.dataset.batch(drawn.tolist(), uids)) for end, drawn, uids in plan)
             return
         pool = ThreadPoolExecutor(self._workers, thread_name_prefix="verl-loader")
         ahead: deque[tuple[int, Future[DataProto]]] = deque()
@@ -198,21 +205,12 @@ class Loader:
             for end, drawn, uids in plan:
                 ahead.append((end, pool.submit(self.dataset.batch, drawn.tolist(), uids)))
                 if len(ahead) > self._workers:
-                    yield self._next_of(epoch, ahead)
-            while ahead:
-                yield self._next_of(epoch, ahead)
+                    end, future = ahead.popleft()
+                    yield end, future.result()
+            for end, future in ahead:
+                yield end, future.result()
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
-
-    def _next_of(self, epoch: int, ahead: deque[tuple[int, Future[DataProto]]]) -> DataProto:
-        end, future = ahead.popleft()
-        batch = future.result()
-        self._advance(epoch, end)
-        return batch
-
-    def _advance(self, epoch: int, end: int) -> None:
-        done = self._batches_after(end) == 0
-        self.epoch, self.position = (epoch + 1, 0) if done else (epoch, end)
 
     def restart(self) -> None:
         """Back to the first row of the first epoch, with the names its draws had then."""
@@ -249,3 +247,84 @@ class Loader:
             )
         if not self.remaining:
             self.epoch, self.position = epoch + 1, 0
+
+
+Item = TypeVar("Item")
+
+
+def choose_rows(total: int, limit: int, shuffle: bool, seed: int) -> np.ndarray:
+    """At most `limit` row numbers (-1: all), ascending: a seeded sample when shuffling, else the first ones."""
+    if limit < 0 or limit >= total:
+        return np.arange(total)
+    if limit == 0:
+        raise ConfigError(
+            "data.train_max_samples and data.val_max_samples must be at least 1, or -1 for all rows."
+        )
+    if shuffle:
+        return np.sort(np.random.default_rng([seed, total]).choice(total, size=limit, replace=False))
+    return np.arange(limit)
+
+
+class SectionRows:
+    """Rows of a data section's files, and how they are read. `training` says which of its settings apply."""
+
+    def __init__(
+        self,
+        config: Any,
+        files: Files | Rows,
+        tokenizer: Tokenizer,
+        training: bool,
+        *,
+        tools: Tools | None = None,
+        files_key: str | None = None,
+    ) -> None:
+        if config.chat_template:
+            tokenizer.chat_template = read_template(config.chat_template)
+        self.tokenizer = tokenizer
+        self.files_key = files_key or ("data.train_files" if training else "data.val_files")
+        self._chat = ChatFormat.of(tokenizer, config, tools=tools)
+        split = "train" if training else "test"
+        self.rows = files if isinstance(files, Rows) else read_rows(files, key=self.files_key, split=split)
+        limit = config.train_max_samples if training else config.val_max_samples
+        self._chosen = choose_rows(len(self.rows), limit, config.shuffle, config.seed)
+
+
+class EncodedRows(SectionRows, Generic[Item]):
+    """A dataset whose rows are all encoded at start. An item knows its row by `index`."""
+
+    items: list[Item]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, position: int) -> Item:
+        return self.items[position]
+
+    def row_number(self, position: int) -> int:
+        index: int = self.items[position].index  # type: ignore[attr-defined]
+        return index
+
+    @classmethod
+    def loader(
+        cls,
+        config: Any,
+        tokenizer: Tokenizer,
+        *,
+        training: bool = True,
+        fit: Callable[[int], None] | None = None,
+        **options: Any,
+    ) -> Loader | None:
+        """The loader of the data section's training or validation rows; None without val_files.
+
+        `fit` is called with the rows per epoch before the size of a batch is read from `config`; `options` are those of
+        the dataset."""
+        files: Sequence[str] = config.train_files if training else config.val_files
+        if not files and not training:
+            return None
+        dataset: Any = cls(config, files, tokenizer, training=training, **options)
+        order = EpochOrder(len(dataset), seed=config.seed, shuffle=config.shuffle and training)
+        if fit is not None:
+            fit(len(order))
+        size = config.train_batch_size if training else min(config.train_batch_size, len(order))
+        workers = config.dataloader_num_workers
+        return Loader(dataset, size, order=order, drop_last=False, num_workers=workers)

@@ -16,26 +16,20 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from verl.atomic_file import replacing
+from verl.config.schema import DataConfig
 from verl.data.chat import ChatFormat, Tools
-from verl.data.columns import as_number, require_column
+from verl.data.columns import as_number, extra_info_of, require_column, truth_of
 from verl.data.conversations import AnswerColumn
-from verl.data.dataset import SectionRows
 from verl.data.files import Files, Rows, read_rows
-from verl.data.loader import EpochOrder, Loader, MixturePart
+from verl.data.loader import EpochOrder, Loader, MixturePart, SectionRows
 from verl.data.proto import DataProto
-from verl.data.reward_columns import extra_info_of, truth_of
-from verl.data.tokenizer import truncate
+from verl.data.tokenizer import Tokenizer, truncate
 from verl.errors import DataError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from verl.config.schema import DataConfig
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +44,7 @@ class RLDataset(SectionRows):
         self,
         config: DataConfig,
         files: Files | Rows,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Tokenizer,
         *,
         training: bool = True,
         tools: Tools | ToolsOfRow | None = None,
@@ -150,7 +144,9 @@ class RLDataset(SectionRows):
 
     def batch(self, positions: Sequence[int], uids: Sequence[str]) -> DataProto:
         """The prompts at these positions as one batch of columns."""
-        return collate_prompts(self._items(positions), uids)
+        items = self._items(positions)
+        columns = {name: [item[name] for item in items] for name in (items[0] if items else ())}
+        return DataProto.from_dict(non_tensors={"uid": list(uids), **columns})
 
     def difficulty(self, column: str) -> np.ndarray:
         """`data.curriculum_key`: one number per usable row."""
@@ -171,19 +167,9 @@ class RLDataset(SectionRows):
         return sorted({"" if source is None else str(source) for source in kept})
 
 
-def collate_prompts(items: Sequence[Mapping[str, Any]], uids: Sequence[str]) -> DataProto:
-    """Items and their names as one batch; no tensors yet."""
-    if len(items) != len(uids):
-        raise DataError(f"There are {len(uids)} uids for {len(items)} prompts.")
-    columns: dict[str, list[Any]] = {"uid": list(uids)}
-    for name in items[0] if items else ():
-        columns[name] = [item[name] for item in items]
-    return DataProto.from_dict(non_tensors=columns)
-
-
 def training_loader(
     config: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     rows: Rows | None = None,
     *,
     tools: Tools | ToolsOfRow | None = None,
@@ -228,19 +214,13 @@ def training_loader(
 
 
 def validation_loader(
-    config: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    batch_size: int | None = None,
-    tools: Tools | ToolsOfRow | None = None,
+    config: DataConfig, tokenizer: Tokenizer, *, tools: Tools | ToolsOfRow | None = None
 ) -> Loader | None:
-    """All validation prompts in file order (one batch unless `batch_size` is given), or None without val_files."""
+    """All validation prompts in file order as one batch, or None without val_files."""
     if not config.val_files:
         return None
     dataset = RLDataset(config, config.val_files, tokenizer, training=False, tools=tools)
-    return Loader(
-        dataset, batch_size or len(dataset), drop_last=False, num_workers=config.dataloader_num_workers
-    )
+    return Loader(dataset, len(dataset), drop_last=False, num_workers=config.dataloader_num_workers)
 
 
 def _mixture_rows(config: DataConfig) -> tuple[list[tuple[str, float, int, int]], Rows | None]:

@@ -14,12 +14,10 @@ import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from verl.data.tokenizer import Tokenizer
 from verl.errors import DataError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 _ESCAPE = "\ufdd0"
 """A noncharacter, which Unicode leaves to programs for themselves. Texts that have it keep it, as `_ITSELF`."""
@@ -79,7 +77,7 @@ def require_characters(value: Any, where: str) -> None:
 class SpecialTokens:
     """The special tokens of a tokenizer."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         added = {
             token.content: number for number, token in tokenizer.added_tokens_decoder.items() if token.special
@@ -94,12 +92,12 @@ class SpecialTokens:
 
     def spelled_in(self, value: Any) -> list[str]:
         """The special tokens that the texts of a value (messages, schemas) spell, or end with the beginning of."""
-        return list(dict.fromkeys(found for text in _texts(value) for found in self._found(text)))
-
-    def _found(self, text: str) -> Iterator[str]:
-        yield from self._spelling.findall(text)
-        if _ESCAPE in text or text.endswith(self._beginnings):
-            yield ""
+        found: dict[str, None] = {}
+        for text in _texts(value):
+            found |= dict.fromkeys(self._spelling.findall(text))
+            if _ESCAPE in text or text.endswith(self._beginnings):
+                found[""] = None
+        return list(found)
 
     def mark(self, text: str) -> str:
         """The text of a content, with marks."""
@@ -187,10 +185,16 @@ class SpecialTokens:
         special = set(self._ids.values()) - {self._tokenizer.unk_token_id}
         ids: list[int] = []
         for token in twin(named, add_special_tokens=False, verbose=False)["input_ids"]:
-            if token in special:  # a vocabulary of whole words has it as a word
-                ids += self._letters(token)
-            else:
+            if token not in special:
                 ids.append(originals.get(token, token))
+                continue
+            # A vocabulary of whole words has it as a word: its characters are taken.
+            vocabulary = twin.get_vocab()
+            for character in next(text for text, number in self._ids.items() if number == token):
+                known = vocabulary.get(character)
+                ids += (
+                    [known] if known is not None else twin(character, add_special_tokens=False)["input_ids"]
+                )
         return ids
 
     @cached_property
@@ -224,16 +228,6 @@ class SpecialTokens:
                     twin.tokens_trie.add(token.content)
         numbers: Any = twin.convert_tokens_to_ids(list(names.values()))
         return twin, names, dict(zip(numbers, self._ids.values(), strict=True))
-
-    def _letters(self, token: int) -> list[int]:
-        """The ids of a special token's characters."""
-        twin, _, _ = self._twin
-        vocabulary = twin.get_vocab()
-        ids: list[int] = []
-        for character in next(text for text, number in self._ids.items() if number == token):
-            known = vocabulary.get(character)
-            ids += [known] if known is not None else twin(character, add_special_tokens=False)["input_ids"]
-        return ids
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from verl.errors import ConfigError, ModelError
 from verl.json_input import read_json
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+else:
+    Tokenizer = Any  # transformers takes seconds to import
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +25,7 @@ def load_tokenizer(
     chat_template: str | Path | None = None,
     *,
     key: str = "actor_rollout_ref.model.path",
-) -> PreTrainedTokenizerBase:
+) -> Tokenizer:
     """The tokenizer of a model folder or hub id, with a padding token, and with the template file if one is given.
     `key` is the setting named in errors."""
     text = str(path)
@@ -43,7 +45,16 @@ def load_tokenizer(
     try:
         tokenizer = AutoTokenizer.from_pretrained(text, trust_remote_code=trust_remote_code)
     except Exception as error:  # damaged files raise anything, also the Rust library's own Exception
-        raise ModelError(_no_tokenizer(text, key, error, trust_remote_code)) from error
+        why = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+        todo = f"Download its files again, or set {key} to another folder."
+        if not Path(text).is_dir():
+            todo = f"There is no such folder, so it is taken for a model of the hub: set {key} to a folder, or download"
+            todo += " it."
+        elif "trust_remote_code" in str(error) and not trust_remote_code:
+            todo = (
+                f"If you trust the code that comes with it: {key.rpartition('.')[0]}.trust_remote_code=True."
+            )
+        raise ModelError(f"{key}: no tokenizer could be loaded from '{text}': {why}. {todo}") from error
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
             raise ModelError(
@@ -54,17 +65,6 @@ def load_tokenizer(
     if chat_template is not None:
         tokenizer.chat_template = read_template(chat_template)
     return tokenizer
-
-
-def _no_tokenizer(text: str, key: str, error: Exception, trusted: bool) -> str:
-    why = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
-    if not Path(text).is_dir():
-        todo = f"There is no such folder, so it is taken for a model of the hub: set {key} to a folder, or download it."
-    elif "trust_remote_code" in str(error) and not trusted:
-        todo = f"If you trust the code that comes with it: {key.rpartition('.')[0]}.trust_remote_code=True."
-    else:
-        todo = f"Download its files again, or set {key} to another folder."
-    return f"{key}: no tokenizer could be loaded from '{text}': {why}. {todo}"
 
 
 def generation_stop_ids(path: str | Path) -> tuple[int, ...]:
@@ -82,7 +82,7 @@ def generation_stop_ids(path: str | Path) -> tuple[int, ...]:
     return ()
 
 
-def warn_of_vocabulary(tokenizer: PreTrainedTokenizerBase, size: int | None) -> None:
+def warn_of_vocabulary(tokenizer: Tokenizer, size: int | None) -> None:
     """Say when a tokenizer knows tokens its model has no row for; such a prompt would be refused while generating."""
     known = max(tokenizer.get_vocab().values(), default=-1) + 1
     if size is not None and known > size:

@@ -140,9 +140,8 @@ def _dataset(key: str, *arguments: str) -> tuple[Any, int]:
     """The dataset of the first rows, and the number of all."""
     from verl.config.schema import PreferenceConfig, SFTConfig
     from verl.data.files import Rows, read_rows
-    from verl.data.preference_dataset import PreferenceDataset, use_of
+    from verl.data.offline_dataset import PreferenceDataset, SFTDataset, use_of
     from verl.data.rl_dataset import RLDataset
-    from verl.data.sft_dataset import SFTDataset
 
     cfg = _config(*arguments)
     training = key == "data.train_files"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
-from verl.config.known import LOGGERS
+from verl.config.sections.trainer import LOGGERS
 from verl.errors import ConfigError
 from verl.observe.console import StepConsole
 

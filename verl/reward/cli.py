@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from verl.config.schema import RewardConfig, RewardFunctionConfig
+from verl.data.columns import extra_info_of, responses_of, truth_of
 from verl.data.files import Rows, read_rows
 from verl.data.messages import plain_text, read_messages
-from verl.data.reward_columns import extra_info_of, responses_of, truth_of
 from verl.errors import ConfigError, DataError, RewardError
 from verl.reward.base import RewardSample
 from verl.reward.managers import FunctionRewardManager, build_reward_manager

@@ -53,7 +53,7 @@ BATCH_NAMES: dict[str, str] = {
     "data_sources": "data_source",
     "extra_infos": "extra_info",
 }
-# Columns in which `verl.data.reward_columns.truth_of` finds a row's truth, and the parameters that need it.
+# Columns in which `verl.data.columns.truth_of` finds a row's truth, and the parameters that need it.
 TRUTH_COLUMNS = ("reward_model", "ground_truth", "answer")
 _TRUTH_PARAMETERS = ("ground_truth", "ground_truths")
 # What **kwargs gets besides the columns.

@@ -12,8 +12,7 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from verl.config.known import REWARD_MANAGERS
-from verl.config.sections.reward import RewardConfig
+from verl.config.sections.reward import REWARD_MANAGERS, RewardConfig
 from verl.errors import ConfigError, RewardError
 from verl.processes import usable_cores
 from verl.reward import sandbox

@@ -10,9 +10,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from verl.agents.conversation import Conversation, prompt_messages
-from verl.config.batch_math import batch_plan
-from verl.config.batch_math import render as render_batches
 from verl.config.model_path import vocabulary_size
+from verl.config.plan import batch_plan
 from verl.data.files import Rows
 from verl.data.proto import DataProto
 from verl.data.rl_dataset import training_loader, validation_loader
@@ -119,7 +118,7 @@ def open_run(
             require_profiled_steps(cfg.trainer, total)
         with open_run_folder(cfg.trainer) as folder:
             record_config(cfg, folder)
-            logger.info("%s", render_batches(batch_plan(cfg, total_steps=total)))
+            logger.info("%s", batch_plan(cfg, total_steps=total))
             try:
                 with exits_as_errors():
                     yield RunParts(tokenizer, train_loader, val_loader, rewards, folder, total, agents)

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.algorithms.validation import validation_metrics
-from verl.data.columns import require_column
+from verl.data.columns import extra_info_of, require_column, responses_of, truth_of
 from verl.data.files import Rows, read_rows
 from verl.data.messages import plain_text, read_messages
-from verl.data.reward_columns import extra_info_of, responses_of, truth_of
 from verl.errors import DataError, RewardError
 from verl.observe.console import counting, shared_console
 from verl.observe.jsonl import dumps, jsonable

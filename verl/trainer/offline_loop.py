@@ -15,8 +15,7 @@ from verl.checkpoint import CheckpointManager
 from verl.config.model_path import vocabulary_size
 from verl.config.parallelism import world_size
 from verl.config.schema import DPOConfig, PreferenceConfig, RewardTrainingConfig
-from verl.data.preference_dataset import preference_loader, use_of
-from verl.data.sft_dataset import sft_loader
+from verl.data.offline_dataset import PreferenceDataset, SFTDataset, use_of
 from verl.data.tokenizer import load_tokenizer, warn_of_vocabulary
 from verl.errors import CheckpointError
 from verl.observe.diagnoses import Finding, read_findings
@@ -58,9 +57,9 @@ def load_data(cfg: OfflineConfig) -> OfflineData:
     model, trainer = cfg.model, cfg.trainer
     tokenizer = load_tokenizer(model.tokenizer_path or model.path, model.trust_remote_code, key="model.path")
     warn_of_vocabulary(tokenizer, vocabulary_size(model.path, model.override_config))
-    loader: Callable[..., Any] = sft_loader
+    loader: Callable[..., Any] = SFTDataset.loader
     if isinstance(cfg, PreferenceConfig):
-        loader = partial(preference_loader, use=use_of(cfg))
+        loader = partial(PreferenceDataset.loader, use=use_of(cfg))
     train = loader(cfg.data, tokenizer, fit=fit_to(cfg))
     val = loader(cfg.data, tokenizer, training=False)
     if isinstance(cfg, RewardTrainingConfig):

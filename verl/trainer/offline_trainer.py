@@ -142,9 +142,8 @@ def run_once(
     cfg: OfflineConfig, stop: StopRequest, *, live: bool, monitor: RankMonitor | None = None
 ) -> RunResult | None:
     """One start of a run, from its last checkpoint (or afresh) to its end; None on ranks above 0 of torchrun."""
-    from verl.config.batch_math import batch_plan, render
     from verl.config.parallelism import world_size
-    from verl.config.plan import RunPlan
+    from verl.config.plan import RunPlan, batch_plan
     from verl.trainer.main_ppo import RunResult
     from verl.trainer.offline_loop import RayLoop, build_loop, load_data
     from verl.trainer.preflight import require_disk
@@ -174,7 +173,7 @@ def run_once(
     with open_run_folder(trainer) as folder:
         record_config(cfg, folder)
         require_disk(RunPlan(cfg), folder.path, data.total_steps)
-        logger.info("%s", render(batch_plan(cfg, total_steps=data.total_steps)))
+        logger.info("%s", batch_plan(cfg, total_steps=data.total_steps))
 
         def lost(error: Exception) -> None:
             folder.write_crash(error, likely_cure(cfg, error))

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from verl.config.checks import unavailable
-from verl.config.layout_checks import model_layout_errors
 from verl.config.model_path import cached_config, context_length, endpoint, folder_problem, hub_error, offline
 from verl.config.parallelism import TEACHER, needs_teacher
 from verl.config.plan import RunPlan
+from verl.config.run_checks import model_layout_errors, teacher_model_errors
 from verl.config.schema import (
     GenerationModelConfig,
     ModelConfig,
@@ -24,7 +24,6 @@ from verl.config.schema import (
     RewardTrainingConfig,
     SFTModelConfig,
 )
-from verl.config.teacher_checks import teacher_model_errors
 from verl.data.file_search import absent
 from verl.errors import ConfigError, ModelError
 

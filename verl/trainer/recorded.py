@@ -14,7 +14,7 @@ from verl.checkpoint.steps import StepFolder, list_steps, problems, step_name
 from verl.config.keys import get, schema_keys
 from verl.config.load import from_dict, to_dict
 from verl.config.recipes import COMMANDS
-from verl.config.sources import del_path, load_yaml, set_path
+from verl.config.sources import load_yaml, set_path, take_path
 from verl.errors import ConfigError, DataError
 from verl.observe.jsonl import jsonable
 from verl.observe.run_facts import config_class, flat_config
@@ -85,7 +85,7 @@ class Recorded(Run):
         for name in _different(keys, self._built(tree), whole):
             add(name)
         for name in chosen:
-            del_path(tree, name)
+            take_path(tree, name)
             if _different(keys, self._built(tree), whole):
                 add(name)
         return tree

@@ -14,7 +14,7 @@ from verl.errors import ConfigError
 
 if TYPE_CHECKING:
     from verl.config.schema import SFTModelConfig
-    from verl.data.preference_dataset import PreferenceDataset
+    from verl.data.offline_dataset import PreferenceDataset
 
 
 def set_padding(model: SFTModelConfig, tokenizer: Any, datasets: Sequence[PreferenceDataset]) -> None:

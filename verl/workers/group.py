@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from verl.algorithms.aggregation import batch_counts
-from verl.algorithms.sessions import Sessions
+from verl.algorithms.groups import Trajectories
 from verl.config.methods import Prepare, needed_columns, policy_loss
 from verl.config.roles import ACTOR, find_role, roles_of, section_of, update_time
 from verl.data.proto import DataProto
@@ -235,9 +235,9 @@ class WorkerGroup(ABC):
         return dict(prepare(**{name: offered[name] for name in offered if takes_all or name in parameters}))
 
 
-def sessions_of(batch: DataProto) -> Sessions:
+def sessions_of(batch: DataProto) -> Trajectories:
     """The conversations of the batch: one per row, or several rows each where it has the column `session`."""
-    return Sessions(batch.non_tensor_batch.get("session"), len(batch))
+    return Trajectories(batch.non_tensor_batch.get("session"), len(batch))
 
 
 def mini_batches(

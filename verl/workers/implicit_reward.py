@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from verl.algorithms.advantages import implicit_rewards, outcome_cross_entropy
 from verl.algorithms.groups import sequence_scores
-from verl.algorithms.prime import implicit_rewards, outcome_cross_entropy
 from verl.data.proto import DataProto
 from verl.errors import ModelError
 from verl.observe.metrics import Metric

@@ -20,7 +20,6 @@ from safetensors.numpy import save_file
 
 from verl.algorithms.preference import (
     Answers,
-    PairSettings,
     kto_kl,
     kto_loss,
     pair_terms,
@@ -29,7 +28,7 @@ from verl.algorithms.preference import (
     share_right,
 )
 from verl.config.model_path import weight_files
-from verl.data.preference_dataset import PreferenceDataset
+from verl.data.offline_dataset import PreferenceDataset
 from verl.data.proto import DataProto
 from verl.observe.metrics import Metric
 from verl.workers.offline import OfflineRole
@@ -51,15 +50,8 @@ class PreferenceRole(OfflineRole):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        algorithm = self.cfg.algorithm
-        self._loss = algorithm.loss
-        self._settings = PairSettings(
-            beta=algorithm.beta,
-            label_smoothing=algorithm.label_smoothing,
-            simpo_gamma=algorithm.simpo_gamma,
-            desirable_weight=algorithm.desirable_weight,
-            undesirable_weight=algorithm.undesirable_weight,
-        )
+        self._settings = self.cfg.algorithm
+        self._loss = self._settings.loss
         self._references = bool(preference_loss(self._loss).needs)
 
     # -- reference ----------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from verl.data.columns import truth_of
 from verl.data.files import read_rows
 from verl.data.prepare import cli
 from verl.data.prepare.cli import prepare
@@ -25,7 +26,6 @@ from verl.data.prepare.recipes import (
     preference,
     sft_chat,
 )
-from verl.data.reward_columns import truth_of
 from verl.data.write import write_rows
 from verl.errors import ConfigError, DataError
 from verl.reward.scorers.code_tests import parse

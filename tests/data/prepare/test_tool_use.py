@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from verl.config.schema import SFTDataConfig
+from verl.data.columns import truth_of
 from verl.data.files import read_rows
+from verl.data.offline_dataset import SFTDataset
 from verl.data.prepare.cli import prepare
 from verl.data.prepare.recipes import RECIPES
 from verl.data.prepare.tool_use import tool_use as convert
-from verl.data.reward_columns import truth_of
-from verl.data.sft_dataset import SFTDataset
 from verl.errors import DataError
 from verl.reward.scorers import get_scorer
 

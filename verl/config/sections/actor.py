@@ -7,9 +7,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config import known
 from verl.config.keys import Conditions, Section, key, section, shared
 from verl.config.methods import POLICY_LOSS, PREFERENCE_LOSS, builtin_names, read_by
+from verl.config.sections.algorithm import KL_TYPES
 from verl.config.sections.model import (
     CheckpointConfig,
     MegatronConfig,
@@ -20,6 +20,11 @@ from verl.config.sections.model import (
 )
 
 _loss_reads = read_by(POLICY_LOSS)
+
+PAIRINGS = ("best_worst", "all")
+LOSS_AGG_MODES = (
+    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean",
+)  # fmt: skip
 
 
 def _pair_losses() -> tuple[str, ...]:
@@ -53,17 +58,10 @@ class PolicyLossConfig(Section):
     )
     pair_loss: str = key("dpo", "loss of a pair", known=_pair_losses, used_if=_loss_reads)
     label_smoothing: float = key(
-        0.0,
-        "share of pairs in the wrong order",
-        ge=0,
-        lt=0.5,
-        used_if=(_loss_reads, _pair_loss_reads),
+        0.0, "share of pairs in the wrong order", ge=0, lt=0.5, used_if=(_loss_reads, _pair_loss_reads)
     )
     pairs: str = key(
-        "best_worst",
-        "which responses to a prompt are compared",
-        known=known.PAIRINGS,
-        used_if=_loss_reads,
+        "best_worst", "which responses to a prompt are compared", known=PAIRINGS, used_if=_loss_reads
     )
     sppo_eta: float = key(1.0, "by how much a win moves the log-ratio", gt=0, used_if=_loss_reads)
     seed: int = key(1, "seed of the choice", follows="trainer.seed", used_if=_loss_reads)
@@ -92,23 +90,18 @@ class ActorConfig(TrainEngineConfig, Section):
     clip_ratio_high: float | None = key(
         None, "clip range above 1; default: clip_ratio", ge=0, used_if=_loss_reads
     )
-    clip_ratio_c: float = key(
-        3.0,
-        "dual clip: bound for negative advantages",
-        gt=1,
-        used_if=_loss_reads,
-    )
+    clip_ratio_c: float = key(3.0, "dual clip: bound for negative advantages", gt=1, used_if=_loss_reads)
     grad_clip: float = key(1.0, "largest gradient norm; 0: no clipping", ge=0)
     entropy_coeff: float = key(0.0, "weight of the entropy bonus")
     use_kl_loss: bool = key(False, "add the KL to the reference policy to the loss")
     kl_loss_coef: float = key(0.001, "weight of that KL", ge=0, used_if=".use_kl_loss")
     kl_loss_type: str = key(
-        "low_var_kl", "its estimator; +: gradient of k2", known=known.KL_TYPES, used_if=".use_kl_loss"
+        "low_var_kl", "its estimator; +: gradient of k2", known=KL_TYPES, used_if=".use_kl_loss"
     )
     loss_agg_mode: str = key(
         "token-mean",
         "how token losses become one number",
-        known=known.LOSS_AGG_MODES,
+        known=LOSS_AGG_MODES,
         used_if=lambda name: f"{_loss_reads(name)} or .entropy_coeff or .use_kl_loss",
     )
     loss_scale_factor: int | None = key(
@@ -142,7 +135,17 @@ class FollowingMegatronConfig(MegatronConfig):
     expert_model_parallel_size: int = _as_actor_size("expert_model_parallel_size")
 
 
-_MEGATRON = ("megatron's parallel sizes; default: the actor's", ".strategy=megatron")
+@dataclass
+class FollowingShardingConfig(ShardingConfig):
+    """The engine of another role; what is not set is as the actor's."""
+
+    strategy: str = _as_actor("strategy")
+    ulysses_sequence_parallel_size: int = _as_actor("ulysses_sequence_parallel_size")
+    megatron: FollowingMegatronConfig = section(
+        FollowingMegatronConfig,
+        "megatron's parallel sizes; default: the actor's",
+        used_if=".strategy=megatron",
+    )
 
 
 @dataclass
@@ -159,12 +162,8 @@ class LogProbConfig:
 
 
 @dataclass
-class RefConfig(LogProbConfig, ShardingConfig):
+class RefConfig(LogProbConfig, FollowingShardingConfig):
     """The frozen reference policy (the model before training; adapters off under LoRA)."""
-
-    strategy: str = _as_actor("strategy")
-    ulysses_sequence_parallel_size: int = _as_actor("ulysses_sequence_parallel_size")
-    megatron: FollowingMegatronConfig = section(FollowingMegatronConfig, _MEGATRON[0], used_if=_MEGATRON[1])
 
 
 @dataclass
@@ -179,7 +178,9 @@ class TeacherConfig(FrozenRoleConfig):
     """The frozen teacher of distillation; whatever is not said here is as in `actor_rollout_ref.model`."""
 
     kl: str = key(
-        "reverse", "reverse: KL(student || teacher); forward: the other way round", known=known.TEACHER_KL
+        "reverse",
+        "reverse: KL(student || teacher); forward: the other way round",
+        known=("reverse", "forward"),
     )
     top_k: int | None = key(
         None, "compare its most probable tokens, all others as one; default: every token", ge=1
@@ -187,11 +188,10 @@ class TeacherConfig(FrozenRoleConfig):
 
 
 @dataclass
-class CriticConfig(TrainEngineConfig):
+class CriticConfig(FollowingShardingConfig, TrainEngineConfig):
     """The value model; used by the estimators that need one (gae)."""
 
     enable: bool | None = key(None, "train a critic; default: when the estimator needs one")
-    strategy: str = _as_actor("strategy")
     model: ModelConfig = section(ModelConfig, "the model the value head sits on; default path: the actor's")
     optim: OptimConfig = section(OptimConfig, "optimiser and schedule", lr=1e-5)
     ppo_mini_batch_size: int = _as_actor("ppo_mini_batch_size")
@@ -209,16 +209,13 @@ class CriticConfig(TrainEngineConfig):
     grad_clip: float = shared(ActorConfig, "grad_clip")
     cliprange_value: float = key(0.5, "how far a value may move before its loss is clipped", ge=0)
     loss_agg_mode: str = shared(ActorConfig, "loss_agg_mode", used_if=())
-    ulysses_sequence_parallel_size: int = _as_actor("ulysses_sequence_parallel_size")
-    megatron: FollowingMegatronConfig = section(FollowingMegatronConfig, _MEGATRON[0], used_if=_MEGATRON[1])
     checkpoint: CheckpointConfig = section(CheckpointConfig, "what checkpoints hold")
 
 
 @dataclass
-class TrainedRoleConfig(LogProbConfig, TrainEngineConfig):
+class TrainedRoleConfig(LogProbConfig, FollowingShardingConfig, TrainEngineConfig):
     """A language model with the policy's tokens that is trained beside it."""
 
-    strategy: str = _as_actor("strategy")
     model: ModelConfig = section(
         ModelConfig, "the model, with the policy's tokens; default path: the actor's"
     )
@@ -229,8 +226,6 @@ class TrainedRoleConfig(LogProbConfig, TrainEngineConfig):
     ppo_max_token_len_per_gpu: int | None = _as_actor("ppo_max_token_len_per_gpu")
     ppo_epochs: int = shared(ActorConfig, "ppo_epochs")
     grad_clip: float = key(10.0, "largest gradient norm; 0: no clipping", ge=0)
-    ulysses_sequence_parallel_size: int = _as_actor("ulysses_sequence_parallel_size")
-    megatron: FollowingMegatronConfig = section(FollowingMegatronConfig, _MEGATRON[0], used_if=_MEGATRON[1])
     checkpoint: CheckpointConfig = section(CheckpointConfig, "what checkpoints hold")
 
 
@@ -240,5 +235,5 @@ class ImplicitRewardConfig(TrainedRoleConfig):
     trained on the outcomes of the policy's responses."""
 
     beta: float = key(0.05, "the reward of a token is beta times its log-ratio", gt=0)
-    update: str = key("before", "train on a batch before or after scoring it", known=known.REWARD_UPDATES)
+    update: str = key("before", "train on a batch before or after scoring it", known=("before", "after"))
     threshold: float = key(0.5, "a response with a score above it is a right one")

@@ -4,22 +4,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config import known
 from verl.config.keys import Section, key, section
 from verl.config.methods import ADV_ESTIMATOR, builtin_names, needed_by, read_by
 from verl.errors import ConfigError
 
 _estimator_reads = read_by(ADV_ESTIMATOR)
 
+KL_BASE = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+KL_TYPES = KL_BASE + tuple(f"{name}+" for name in KL_BASE)
+FILTER_METRICS = ("acc", "score", "seq_reward", "seq_final_reward")
+ROLLOUT_RS = tuple(
+    f"{level}_{k}" for level in ("token", "seq_sum", "seq_mean", "seq_max") for k in ("k1", "k2", "k3")
+)
+PF_PPO_METHODS = ("pow", "max_min", "max_random")
+
 
 @dataclass
 class KLControlConfig:
     """The weight of the KL in the reward over time."""
 
-    type: str = key("fixed", "controller", known=known.KL_CONTROLLERS)
+    type: str = key("fixed", "controller", known=("fixed", "adaptive"))
     kl_coef: float = key(0.001, "weight of the KL (the first one, when adaptive)", ge=0)
     horizon: int = key(10000, "adaptive: steps over which the weight adapts", ge=1, used_if=".type=adaptive")
     target_kl: float = key(0.1, "adaptive: the KL aimed at", gt=0, used_if=".type=adaptive")
@@ -31,22 +39,19 @@ class FilterGroupsConfig:
     (PRIME), and draw others."""
 
     enable: bool = key(False, "drop such groups and refill the batch")
-    metric: str = key(
-        "seq_reward", "what must differ in a group", known=known.FILTER_METRICS, used_if=".enable"
-    )
+    metric: str = key("seq_reward", "what must differ in a group", known=FILTER_METRICS, used_if=".enable")
     accuracy_lower_bound: float | None = key(None, "least mean of metric in a group", used_if=".enable")
     accuracy_upper_bound: float | None = key(None, "largest mean of metric in a group", used_if=".enable")
     max_num_gen_batches: int = key(0, "generation rounds per step; 0: no limit", ge=0, used_if=".enable")
 
-    def errors(self, name: str) -> list[str]:
+    def errors(self, name: str) -> Iterator[str]:
         """What is wrong within the section called `name`."""
         lower, upper = self.accuracy_lower_bound, self.accuracy_upper_bound
-        if lower is None or upper is None or lower < upper:
-            return []
-        return [
-            f"'{name}.accuracy_lower_bound' is {lower:g}; it must be below {name}.accuracy_upper_bound={upper:g}, e.g. "
-            "0.2 and 0.8"
-        ]
+        if lower is not None and upper is not None and lower >= upper:
+            yield (
+                f"'{name}.accuracy_lower_bound' is {lower:g}; it must be below {name}.accuracy_upper_bound={upper:g}, "
+                "e.g. 0.2 and 0.8"
+            )
 
 
 @dataclass
@@ -54,7 +59,7 @@ class RolloutCorrectionConfig:
     """Importance weights and rejection between the rollout engine's and the trainer's probabilities."""
 
     rollout_is: str | None = key(
-        None, "importance weights per token or sequence", known=known.ROLLOUT_IS, used_if="!.bypass_mode"
+        None, "importance weights per token or sequence", known=("token", "sequence"), used_if="!.bypass_mode"
     )
     rollout_is_threshold: float | str = key(
         2.0, "truncate above; 'lo_hi': drop outside", used_if=".rollout_is"
@@ -66,15 +71,13 @@ class RolloutCorrectionConfig:
     )
     bypass_mode: bool = key(False, "take the rollout engine's log-probs as the old ones (saves a pass)")
 
-    def errors(self, name: str) -> list[str]:
+    def errors(self, name: str) -> Iterator[str]:
         """What is wrong within the section called `name`."""
-        lines = []
         for read in (lambda: rejection_rules(self), lambda: Bounds.parse(self.rollout_is_threshold, "is")):
             try:
                 read()
             except ConfigError as error:
-                lines.append(str(error))
-        return lines
+                yield str(error)
 
 
 _CORRECTION = "algorithm.rollout_correction"
@@ -109,11 +112,11 @@ def rejection_rules(config: Any) -> list[tuple[str, Bounds]]:
     names = [
         name.strip() for name in str(getattr(config, "rollout_rs", None) or "").split(",") if name.strip()
     ]
-    unknown = [name for name in names if name not in known.ROLLOUT_RS]
+    unknown = [name for name in names if name not in ROLLOUT_RS]
     if unknown:
         raise ConfigError(
             f"'{_CORRECTION}.rollout_rs' names '{', '.join(unknown)}'; allowed, comma separated: "
-            f"{', '.join(known.ROLLOUT_RS)}"
+            f"{', '.join(ROLLOUT_RS)}"
         )
     threshold = getattr(config, "rollout_rs_threshold", None)
     if not names:
@@ -135,7 +138,7 @@ def rejection_rules(config: Any) -> list[tuple[str, Bounds]]:
 class PFPPOConfig:
     """Reweighting by resampling (policy-filtration PPO)."""
 
-    reweight_method: str = key("pow", "how scores become sampling weights", known=known.PF_PPO_METHODS)
+    reweight_method: str = key("pow", "how scores become sampling weights", known=PF_PPO_METHODS)
     weight_pow: float = key(2.0, "exponent of the pow method", ge=0, used_if=".reweight_method=pow")
 
 
@@ -146,13 +149,12 @@ class PRIMEConfig:
     outcome_coef: float = key(5.0, "weight of the outcome", ge=0)
     process_coef: float = key(5.0, "weight of the token rewards", ge=0)
 
-    def errors(self, name: str) -> list[str]:
+    def errors(self, name: str) -> Iterator[str]:
         """What is wrong within the section called `name`."""
-        if self.outcome_coef or self.process_coef:
-            return []
-        return [
-            f"'{name}.outcome_coef' and '{name}.process_coef' are both 0: nothing is left to learn from; 5 is usual"
-        ]
+        if not (self.outcome_coef or self.process_coef):
+            yield (
+                f"'{name}.outcome_coef' and '{name}.process_coef' are both 0: nothing is left to learn from; 5 is usual"
+            )
 
 
 @dataclass
@@ -165,16 +167,14 @@ class AlgorithmConfig(Section):
     gamma: float = key(1.0, "discount per token", ge=0, le=1, used_if=_estimator_reads)
     lam: float = key(1.0, "lambda of gae", ge=0, le=1, used_if=_estimator_reads)
     norm_adv_by_std_in_grpo: bool = key(
-        True,
-        "divide by the group's standard deviation; False: Dr.GRPO",
-        used_if=_estimator_reads,
+        True, "divide by the group's standard deviation; False: Dr.GRPO", used_if=_estimator_reads
     )
     gdpo_reward_keys: list[str] = key(
         [], "keys of the reward function's dict, normalised separately", used_if=_estimator_reads
     )
     gdpo_reward_weights: list[float] = key([], "their weights; default: 1", used_if=_estimator_reads)
     use_kl_in_reward: bool = key(False, "subtract the KL to the reference policy from the reward")
-    kl_penalty: str = key("kl", "estimator of that KL", known=known.KL_TYPES, used_if=".use_kl_in_reward")
+    kl_penalty: str = key("kl", "estimator of that KL", known=KL_TYPES, used_if=".use_kl_in_reward")
     kl_ctrl: KLControlConfig = section(KLControlConfig, "weight of that KL", used_if=".use_kl_in_reward")
     filter_groups: FilterGroupsConfig = section(FilterGroupsConfig, "dynamic sampling")
     filter_overlong_responses: bool = key(False, "mask responses cut at the longest length out of the loss")

@@ -4,15 +4,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from verl.config import known
 from verl.config.keys import key, shared
-from verl.config.methods import POLICY_LOSS, needed_by
+from verl.config.methods import POLICY_LOSS, provides
 
 OUTPUT_SUFFIXES = (".parquet", ".jsonl", ".json")
+
+CHAT_TEMPLATE_USES = ("auto", "always", "never")
+TRUNCATIONS = ("error", "left", "right", "middle")
 
 
 @dataclass
@@ -34,7 +37,7 @@ class TemplateConfig:
         "auto",
         "auto: messages get the chat template, strings are used as they are, with a notice; always: a string is a "
         "message of the user; never: strings as they are, messages joined by newlines",
-        known=known.CHAT_TEMPLATE_USES,
+        known=CHAT_TEMPLATE_USES,
     )
     apply_chat_template_kwargs: dict[str, Any] = key(
         {}, "passed to the chat template, e.g. {enable_thinking: false}"
@@ -51,9 +54,7 @@ class PromptsConfig(TemplateConfig):
 
     max_prompt_length: int = key(512, "longest prompt, in tokens", ge=1)
     max_response_length: int = key(512, "longest response, in tokens", ge=1)
-    truncation: str = key(
-        "error", "longer prompts", known=known.TRUNCATIONS, used_if="!.filter_overlong_prompts"
-    )
+    truncation: str = key("error", "longer prompts", known=TRUNCATIONS, used_if="!.filter_overlong_prompts")
     filter_overlong_prompts: bool = key(False, "drop longer prompts first (goes before truncation)")
     cache_dir: str | None = key(
         None,
@@ -93,7 +94,7 @@ class DataConfig(_RowsConfig, PromptsConfig):
         _RowsConfig,
         "response_key",
         "column that holds the data's answer (spin)",
-        needed_by(POLICY_LOSS, "from_data"),
+        provides(POLICY_LOSS, "from_data"),
     )
     seed: int = shared(_RowsConfig, "seed", used_if=".shuffle or .mixture")
     train_batch_size: int = key(1024, "prompts per training step; default: at most the data", ge=1)
@@ -123,7 +124,7 @@ class OfflineDataConfig(_RowsConfig):
         None, "token budget of a micro-batch; default: measured", ge=1, used_if=".use_dynamic_bsz"
     )
     max_length: int = key(1024, "longest row (prompt and response), in tokens", ge=2)
-    truncation: str = key("error", "what to do with longer rows", known=known.TRUNCATIONS)
+    truncation: str = key("error", "what to do with longer rows", known=TRUNCATIONS)
     dataloader_num_workers: int = key(1, "threads that make batches ahead; 0: the main thread", ge=0)
 
 
@@ -135,13 +136,11 @@ class SFTDataConfig(OfflineDataConfig):
     tools_key: str = key("tools", "column that holds the tools the model may call, as JSON schemas")
 
 
-def file_errors(name: str, output_path: str | None, max_samples: int) -> list[str]:
+def file_errors(name: str, output_path: str | None, max_samples: int) -> Iterator[str]:
     """What is wrong with the file rows are written to, and with the number of rows read."""
-    lines = []
     if output_path and PurePath(output_path).suffix not in OUTPUT_SUFFIXES:
-        lines.append(
+        yield (
             f"'{name}.output_path' is '{output_path}'; it must end with one of {', '.join(OUTPUT_SUFFIXES)}"
         )
     if max_samples == 0:
-        lines.append(f"'{name}.max_samples' is 0; set it to at least 1, or -1 for all rows")
-    return lines
+        yield f"'{name}.max_samples' is 0; set it to at least 1, or -1 for all rows"

@@ -4,12 +4,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from verl.config.capabilities import engine_spec
 from verl.config.keys import key, section, shared
-from verl.config.sections.data import DataConfig, PromptsConfig, file_errors
+from verl.config.methods import PREFERENCE_LOSS, builtin_names, needed_by, read_by
+from verl.config.sections.data import DataConfig, OfflineDataConfig, PromptsConfig, file_errors
 from verl.config.sections.model import ModelConfig
 from verl.config.sections.reward import RewardConfig, RewardManagerConfig
 from verl.config.sections.rollout import EngineConfig, engine_errors
@@ -48,7 +50,7 @@ class GenerationDataConfig(PromptsConfig):
         PromptsConfig, "cache_dir", used_if=".filter_overlong_prompts or .truncation=error"
     )
 
-    def errors(self, name: str) -> list[str]:
+    def errors(self, name: str) -> Iterator[str]:
         """What is wrong within the section called `name`."""
         return file_errors(name, self.output_path, self.max_samples)
 
@@ -59,18 +61,15 @@ class GenerationRolloutConfig(EngineConfig):
 
     raw_log_probs: bool = shared(EngineConfig, "raw_log_probs", used_if="data.save_log_probs")
 
-    def errors(self, name: str) -> list[str]:
+    def errors(self, name: str) -> Iterator[str]:
         """What is wrong within the section called `name`."""
-        lines = engine_errors(name, self.name, self.mode)
+        yield from engine_errors(name, self.name, self.mode)
         if self.multi_turn.enable and self.ignore_eos:
-            lines.append(
-                f"'{name}.ignore_eos' is True, but turns must end ({name}.multi_turn); set it to False"
-            )
+            yield f"'{name}.ignore_eos' is True, but turns must end ({name}.multi_turn); set it to False"
         if self.dtype == "fp8" and not engine_spec(self.name).fp8:
-            lines.append(
+            yield (
                 f"'{name}.dtype' is fp8, which {name}.name={self.name} does not support; use native, or another dtype"
             )
-        return lines
 
 
 @dataclass
@@ -92,7 +91,7 @@ class EvaluationDataConfig:
         used_if=".output_path or .metrics_path",
     )
 
-    def errors(self, name: str) -> list[str]:
+    def errors(self, name: str) -> Iterator[str]:
         """What is wrong within the section called `name`."""
         return file_errors(name, self.output_path, self.max_samples)
 
@@ -108,18 +107,17 @@ class EvaluationRewardConfig(RewardConfig):
         RewardConfig, "max_failure_ratio", "no effect: failures are counted and scoring continues", "@never"
     )
 
-    def errors(self, name: str) -> list[str]:
+    def errors(self, name: str) -> Iterator[str]:
         """What is wrong within the section called `name`."""
-        lines = super().errors(name)
+        yield from super().errors(name)
         if self.reward_model.n_gpus_per_node or self.reward_model.nnodes:
-            lines.append(
+            yield (
                 f"'{name}.reward_model.n_gpus_per_node' and 'nnodes' need a trainer's Ray cluster; set both to 0"
             )
         if self.overlong_buffer.enable:
-            lines.append(
+            yield (
                 f"'{name}.overlong_buffer.enable' is True; the penalty is part of training, set it to False"
             )
-        return lines
 
 
 @dataclass
@@ -127,3 +125,79 @@ class EvaluationTrainerConfig:
     """The section has training's name, so that the same keys mean the same."""
 
     plugins: list[str] = shared(TrainerConfig, "plugins")
+
+
+_AS_SCORED = "a reward model reads conversations in training as it does when it scores"
+_loss_reads = read_by(PREFERENCE_LOSS)
+
+
+@dataclass
+class PreferenceDataConfig(OfflineDataConfig):
+    """Pairs of answers to one prompt."""
+
+    prompt_key: str = shared(
+        OfflineDataConfig, "prompt_key", "column with the prompt; absent: what both conversations start with"
+    )
+    response_key: str = shared(
+        OfflineDataConfig, "response_key", "no effect: see chosen_key and rejected_key", "@never"
+    )
+    chosen_key: str = key("chosen", "column with the better answer: a string or messages")
+    rejected_key: str = key("rejected", "column with the worse one")
+    train_batch_size: int = shared(
+        OfflineDataConfig, "train_batch_size", "pairs per optimiser step; default: at most the data"
+    )
+    micro_batch_size_per_gpu: int | None = shared(
+        OfflineDataConfig, "micro_batch_size_per_gpu", "pairs per pass; default: measured"
+    )
+    max_length: int = shared(OfflineDataConfig, "max_length", "longest prompt with an answer, in tokens")
+
+
+@dataclass
+class RewardDataConfig(PreferenceDataConfig):
+    """Pairs of answers, with how much better the chosen one is."""
+
+    apply_chat_template: str = shared(
+        OfflineDataConfig, "apply_chat_template", f"no effect: {_AS_SCORED}", "@never"
+    )
+    apply_chat_template_kwargs: dict[str, Any] = shared(
+        OfflineDataConfig, "apply_chat_template_kwargs", f"no effect: {_AS_SCORED}", "@never"
+    )
+    system_prompt: str | None = shared(
+        OfflineDataConfig, "system_prompt", f"no effect: {_AS_SCORED}", "@never"
+    )
+    parse_special_tokens: bool = shared(
+        OfflineDataConfig, "parse_special_tokens", f"no effect: {_AS_SCORED}", "@never"
+    )
+    margin_key: str = key(
+        "margin", "column with how much better the chosen answer is; used where the rows have it"
+    )
+
+
+@dataclass
+class PreferenceAlgorithmConfig:
+    """The preference loss."""
+
+    loss: str = key(
+        "dpo", "loss of a pair (kto: of each answer)", known=lambda: builtin_names(PREFERENCE_LOSS)
+    )
+    beta: float = key(0.1, "weight of the log-ratio to the reference; orpo: of the odds ratio", gt=0)
+    label_smoothing: float = key(0.0, "share of the labels that are wrong", ge=0, lt=0.5, used_if=_loss_reads)
+    simpo_gamma: float = key(0.5, "margin of simpo", ge=0, used_if=_loss_reads)
+    desirable_weight: float = key(1.0, "weight of chosen answers", ge=0, used_if=_loss_reads)
+    undesirable_weight: float = key(1.0, "weight of rejected answers", ge=0, used_if=_loss_reads)
+    cache_reference: bool = key(
+        True,
+        "compute the reference's log-probs once, before training; False: in every step, by the model without its "
+        "LoRA adapters",
+        used_if=needed_by(PREFERENCE_LOSS, "ref_log_prob"),
+    )
+
+
+@dataclass
+class RewardAlgorithmConfig:
+    """The Bradley-Terry loss of a reward model."""
+
+    margin: float = key(0.0, "least difference of rewards wanted of each pair; data.margin_key adds to it")
+    center_rewards_coefficient: float = key(
+        0.0, "weight of the squared sum of a pair's rewards, which keeps them around 0", ge=0
+    )

@@ -4,11 +4,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config import known
+from verl.config.capabilities import STRATEGIES
 from verl.config.keys import key, section
+
+MODEL_DTYPES = ("auto", "float32", "bfloat16", "float16")
+SAVE_CONTENTS = ("model", "optimizer", "extra", "hf_model")
 
 
 @dataclass
@@ -17,11 +21,11 @@ class ModelConfig:
 
     path: str = key("", "Hugging Face model folder or id", required=True, path=True)
     tokenizer_path: str | None = key(None, "folder of the tokenizer; default: the model's", path=True)
-    dtype: str = key("auto", "auto: bfloat16 on a GPU, float32 on a CPU", known=known.MODEL_DTYPES)
+    dtype: str = key("auto", "auto: bfloat16 on a GPU, float32 on a CPU", known=MODEL_DTYPES)
     enable_gradient_checkpointing: bool = key(False, "recompute activations in the backward pass")
     enable_activation_offload: bool = key(False, "keep activations in host memory", used_if="@gpu")
     use_remove_padding: bool = key(True, "pack sequences without padding; False: padded micro-batches")
-    peft_type: str = key("lora", "kind of adapter", known=known.PEFT_TYPES, used_if=".lora_rank")
+    peft_type: str = key("lora", "kind of adapter", known=("lora",), used_if=".lora_rank")
     lora_rank: int = key(0, "rank of the LoRA adapters; 0: train all weights", ge=0)
     lora_alpha: int = key(
         16, "the adapter's output is multiplied by lora_alpha / lora_rank", ge=1, used_if=".lora_rank"
@@ -43,26 +47,24 @@ class OptimConfig:
     weight_decay: float = key(0.01, "decoupled weight decay", ge=0)
     betas: list[float] = key([0.9, 0.999], "decay of the first and second moment", ge=0, le=1)
     eps: float = key(1e-8, "added to the denominator of the update", gt=0)
-    lr_scheduler_type: str = key("constant", "schedule after warm-up", known=known.SCHEDULERS)
+    lr_scheduler_type: str = key("constant", "schedule after warm-up", known=("constant", "cosine", "linear"))
     lr_warmup_steps: int = key(-1, "optimiser steps of linear warm-up; -1: take lr_warmup_steps_ratio", ge=-1)
     lr_warmup_steps_ratio: float = key(0.0, "warm-up as a share of all optimiser steps", ge=0, le=1)
     min_lr_ratio: float = key(0.0, "final share of lr", ge=0, le=1, used_if=".lr_scheduler_type!=constant")
-    moments: str = key("float32", "storage of the moments; int8 saves memory", known=known.MOMENTS)
+    moments: str = key("float32", "storage of the moments; int8 saves memory", known=("float32", "int8"))
     stochastic_rounding: bool = key(
         False, "update 16-bit weights without float32 master copies", used_if="@16bit"
     )
 
-    def errors(self, name: str) -> list[str]:
+    def errors(self, name: str) -> Iterator[str]:
         """What is wrong within the section called `name`."""
-        lines = []
         if len(self.betas) != 2 or max(self.betas) >= 1:
-            lines.append(f"'{name}.betas' is {self.betas}; it must be two numbers of at least 0 and below 1")
+            yield f"'{name}.betas' is {self.betas}; it must be two numbers of at least 0 and below 1"
         if self.lr_warmup_steps >= 0 and self.lr_warmup_steps_ratio > 0:
-            lines.append(
+            yield (
                 f"'{name}.lr_warmup_steps' is {self.lr_warmup_steps} and '{name}.lr_warmup_steps_ratio' is "
                 f"{self.lr_warmup_steps_ratio:g}; keep one of them"
             )
-        return lines
 
 
 @dataclass
@@ -118,26 +120,25 @@ class CheckpointConfig:
     """What a checkpoint holds and how it is written."""
 
     save_contents: list[str] | None = key(
-        None, "default: model, optimizer, extra, and hf_model below 10B", known=known.SAVE_CONTENTS
+        None, "default: model, optimizer, extra, and hf_model below 10B", known=SAVE_CONTENTS
     )
-    load_contents: list[str] | None = key(None, "to load on resume; default: all", known=known.SAVE_CONTENTS)
+    load_contents: list[str] | None = key(None, "to load on resume; default: all", known=SAVE_CONTENTS)
     async_save: bool = key(False, "copy to host memory and write in the background")
 
-    def errors(self, name: str) -> list[str]:
+    def errors(self, name: str) -> Iterator[str]:
         """What is wrong within the section called `name`."""
-        if self.load_contents is None or "model" in self.load_contents:
-            return []
-        return [
-            f"'{name}.load_contents' is {self.load_contents}: a resumed run would continue with the weights it began "
-            "with; add model"
-        ]
+        if self.load_contents is not None and "model" not in self.load_contents:
+            yield (
+                f"'{name}.load_contents' is {self.load_contents}: a resumed run would continue with the weights it "
+                "began with; add model"
+            )
 
 
 @dataclass
 class ShardingConfig:
     """The engine of a model and how its weights are split over ranks."""
 
-    strategy: str = key("fsdp", "training engine", known=known.STRATEGIES, plugin="strategy")
+    strategy: str = key("fsdp", "training engine", known=STRATEGIES, plugin="strategy")
     ulysses_sequence_parallel_size: int = key(1, "ranks that split each sequence by attention heads", ge=1)
     fsdp_config: FSDPConfig = section(FSDPConfig, "sharding", used_if=".strategy!=megatron")
     megatron: MegatronConfig = section(

@@ -4,12 +4,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config import known
+from verl.config.capabilities import ENGINES
 from verl.config.keys import key, section
+from verl.config.sections.model import MODEL_DTYPES
 from verl.config.sections.rollout import dedicated_gpu_errors
+
+REWARD_MANAGERS = ("naive", "prime", "dapo", "batch", "none")
 
 
 @dataclass
@@ -35,7 +39,7 @@ class WeightedRewardConfig:
 class RewardManagerConfig:
     """How scores are computed."""
 
-    name: str = key("naive", "reward manager", known=known.REWARD_MANAGERS, plugin="reward_manager")
+    name: str = key("naive", "reward manager", known=REWARD_MANAGERS, plugin="reward_manager")
 
 
 @dataclass
@@ -43,10 +47,7 @@ class RewardModelRolloutConfig:
     """How other systems serve a reward model; here it runs through transformers."""
 
     name: str = key(
-        "hf",
-        "no effect: a reward model runs through transformers",
-        known=known.ROLLOUT_ENGINES,
-        plugin="rollout",
+        "hf", "no effect: a reward model runs through transformers", known=ENGINES, plugin="rollout"
     )
     tensor_model_parallel_size: int = key(1, "no effect, as above", ge=1)
     gpu_memory_utilization: float = key(0.5, "no effect, as above", gt=0, le=1)
@@ -61,7 +62,7 @@ class RewardModelConfig:
     weight: float = key(1.0, "factor of its score in the sum of rewards")
     micro_batch_size_per_gpu: int | None = key(None, "responses per forward pass; default: 8", ge=1)
     max_length: int | None = key(None, "longest conversation, in its tokens; default: its limit", ge=1)
-    dtype: str = key("auto", "of its parameters", known=known.MODEL_DTYPES)
+    dtype: str = key("auto", "of its parameters", known=MODEL_DTYPES)
     param_offload: bool = key(
         True, "keep it in host memory while others work", used_if=("!.n_gpus_per_node", "@gpu")
     )
@@ -72,12 +73,11 @@ class RewardModelConfig:
         RewardModelRolloutConfig, "no effect; for configs of other systems", used_if="@never"
     )
 
-    def errors(self, name: str) -> list[str]:
+    def errors(self, name: str) -> Iterator[str]:
         """What is wrong within the section called `name`."""
-        lines = dedicated_gpu_errors(name, self.n_gpus_per_node, self.nnodes)
+        yield from dedicated_gpu_errors(name, self.n_gpus_per_node, self.nnodes)
         if self.enable and not self.model_path:
-            lines.append(f"'{name}.enable' is True; it needs '{name}.model_path'")
-        return lines
+            yield f"'{name}.enable' is True; it needs '{name}.model_path'"
 
 
 @dataclass
@@ -155,17 +155,15 @@ class RewardConfig:
     sandbox: SandboxConfig = section(SandboxConfig, "limits for model-written code")
     overlong_buffer: OverlongBufferConfig = section(OverlongBufferConfig, "soft penalty for long responses")
 
-    def errors(self, name: str) -> list[str]:
+    def errors(self, name: str) -> Iterator[str]:
         """What is wrong within the section called `name`."""
-        lines = []
         if self.custom_reward_function.path and self.functions:
-            lines.append(
+            yield (
                 f"'{name}.custom_reward_function.path' and '{name}.functions' are both given; put all of them into "
                 f"{name}.functions=[{{path: ..., name: ..., weight: 1.0}}, ...]"
             )
         for i, function in enumerate(self.functions):
             if not function.path:
-                lines.append(f"'{name}.functions[{i}].path' is required: file, pkg.module or module:function")
+                yield f"'{name}.functions[{i}].path' is required: file, pkg.module or module:function"
         if self.judge.base_url and not self.judge.model:
-            lines.append(f"'{name}.judge.base_url' is set; it needs '{name}.judge.model'")
-        return lines
+            yield f"'{name}.judge.base_url' is set; it needs '{name}.judge.model'"

@@ -4,13 +4,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config import known
-from verl.config.capabilities import engine_spec
+from verl.config.capabilities import ENGINES, engine_spec
 from verl.config.keys import key, section
 from verl.config.sections.actor import LogProbConfig
+from verl.config.sections.model import MODEL_DTYPES
+
+TOOL_FORMATS = ("auto", "hermes", "qwen3_coder", "llama3_json")
 
 
 @dataclass
@@ -72,7 +75,7 @@ class MultiTurnConfig:
     format: str = key(
         "auto",
         "how the model writes a call; auto: by its chat template",
-        known=known.TOOL_FORMATS,
+        known=TOOL_FORMATS,
         plugin="tool_format",
     )
     max_parallel_calls: int = key(1, "tool calls of one turn that are run, at most", ge=1)
@@ -80,7 +83,7 @@ class MultiTurnConfig:
     tool_response_truncate_side: str = key(
         "middle",
         "what stays of it: left: the beginning, right: the end, middle: both ends",
-        known=known.TRUNCATE_SIDES,
+        known=("left", "middle", "right"),
     )
     tool_timeout_s: float = key(30.0, "seconds a call of a tool, environment or user may take", gt=0)
     max_concurrent_requests: int = key(
@@ -91,35 +94,39 @@ class MultiTurnConfig:
     history: str = key(
         "append",
         "split: one training row per turn, for templates that rewrite earlier turns",
-        known=known.HISTORIES,
+        known=("append", "split"),
     )
 
-    def errors(self, name: str) -> list[str]:
+    @property
+    def splits(self) -> bool:
+        """Whether a conversation becomes several rows."""
+        return self.enable and self.history == "split"
+
+    def errors(self, name: str) -> Iterator[str]:
         """What is wrong within the section called `name`."""
         if not self.enable:
-            return []
-        user, lines = self.user, []
+            return
+        user = self.user
         if not (self.tools or self.environment or self.tool_server or self.mcp or user.path or user.base_url):
-            lines.append(
+            yield (
                 f"'{name}.enable' is True; it needs one of {name}.tools, environment, tool_server, mcp, user.path or "
                 "user.base_url"
             )
         if user.path and user.base_url:
-            lines.append(f"'{name}.user.path' and '{name}.user.base_url' are both given; keep one")
+            yield f"'{name}.user.path' and '{name}.user.base_url' are both given; keep one"
         if user.base_url and not user.model:
-            lines.append(f"'{name}.user.base_url' is set; it needs '{name}.user.model'")
-        return lines
+            yield f"'{name}.user.base_url' is set; it needs '{name}.user.model'"
 
 
 @dataclass
 class EngineConfig:
     """The engine that generates, in training and for a file of prompts."""
 
-    name: str = key("native", "rollout engine", known=known.ROLLOUT_ENGINES, plugin="rollout")
+    name: str = key("native", "rollout engine", known=ENGINES, plugin="rollout")
     mode: str = key(
         "inprocess",
         "in the trainer's process or as a server",
-        known=known.ROLLOUT_MODES,
+        known=("inprocess", "server"),
         used_if=".name=vllm|sglang",
     )
     n: int = key(1, "responses per prompt", ge=1)
@@ -136,7 +143,7 @@ class EngineConfig:
     raw_log_probs: bool = key(False, "log-probs at temperature 1 instead of those sampled from")
     seed: int = key(1, "seed of every draw", follows="trainer.seed", used_if=".temperature")
     per_request_seed: bool = key(True, "one seed per sample; False: one per batch", used_if=".name=vllm")
-    dtype: str = key("auto", "while generating; auto: the trainer's", known=known.ROLLOUT_DTYPES)
+    dtype: str = key("auto", "while generating; auto: the trainer's", known=(*MODEL_DTYPES, "fp8"))
     tensor_model_parallel_size: int = key(
         1, "GPUs that share one copy of the model", ge=1, used_if=".name=vllm|sglang"
     )
@@ -176,21 +183,19 @@ class RolloutConfig(EngineConfig, LogProbConfig):
     nnodes: int = key(0, "nodes for rollout alone; 0: on the trainer's nodes", ge=0)
     val_kwargs: ValKwargsConfig = section(ValKwargsConfig, "sampling in validation", used_if="data.val_files")
 
-    def errors(self, name: str) -> list[str]:
+    def errors(self, name: str) -> Iterator[str]:
         """What is wrong within the section called `name`."""
         return dedicated_gpu_errors(name, self.n_gpus_per_node, self.nnodes)
 
 
-def engine_errors(name: str, engine: str, mode: str) -> list[str]:
+def engine_errors(name: str, engine: str, mode: str) -> Iterator[str]:
     if mode != "server" and not engine_spec(engine).in_process:
-        return [f"{name}.name={engine} in the trainer's process is not available; set {name}.mode=server"]
-    return []
+        yield f"{name}.name={engine} in the trainer's process is not available; set {name}.mode=server"
 
 
-def dedicated_gpu_errors(name: str, n_gpus_per_node: int, nnodes: int) -> list[str]:
-    if (n_gpus_per_node == 0) == (nnodes == 0):
-        return []
-    return [
-        f"'{name}.n_gpus_per_node' is {n_gpus_per_node} and '{name}.nnodes' is {nnodes}; set both, or neither to share "
-        "the trainer's GPUs"
-    ]
+def dedicated_gpu_errors(name: str, n_gpus_per_node: int, nnodes: int) -> Iterator[str]:
+    if (n_gpus_per_node == 0) != (nnodes == 0):
+        yield (
+            f"'{name}.n_gpus_per_node' is {n_gpus_per_node} and '{name}.nnodes' is {nnodes}; set both, or neither to "
+            "share the trainer's GPUs"
+        )

@@ -4,11 +4,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config import known
 from verl.config.keys import key, section, shared
+
+POOL_ASYNC_MODES = ("one_step_off", "fully_async")  # those in which generation has its own processes
+TRACKER_SERVICES = ("wandb", "tensorboard", "mlflow", "trackio", "swanlab")
+LOGGERS = ("console", "file", *TRACKER_SERVICES)
 
 
 @dataclass
@@ -46,7 +50,7 @@ class PlacementConfig:
     n_gpus_per_node: int = key(1, "GPUs per node (with device=cpu: processes)", ge=1)
     nnodes: int = key(1, "nodes", ge=1)
     device: str = key(
-        "auto", "auto: a GPU if there is one, always with several processes", known=known.DEVICES
+        "auto", "auto: a GPU if there is one, always with several processes", known=("auto", "cpu", "cuda")
     )
     seed: int = key(1, "seed of everything random")
     watchdog_s: float = key(
@@ -63,17 +67,19 @@ class BaseTrainerConfig(PlacementConfig):
     total_training_steps: int | None = key(None, "stop after this many steps; default: all epochs", ge=1)
     save_freq: int = key(-1, "steps between checkpoints; -1: at the end", ge=-1)
     test_freq: int = key(-1, "steps between validations; -1: at the end", ge=-1, used_if="data.val_files")
-    logger: list[str] = key(["console"], "metrics go there, too", known=known.LOGGERS, plugin="tracker")
+    logger: list[str] = key(["console"], "metrics go there, too", known=LOGGERS, plugin="tracker")
     project_name: str = key("verl", "first part of the run folder's name")
     experiment_name: str = key("default", "second part of the run folder's name")
     default_local_dir: str = key("", "default: checkpoints/{project_name}/{experiment_name}", path=True)
-    resume_mode: str = key("auto", "auto: the newest complete checkpoint", known=known.RESUME_MODES)
+    resume_mode: str = key(
+        "auto", "auto: the newest complete checkpoint", known=("auto", "disable", "resume_path")
+    )
     resume_from_path: str | None = key(
         None, "checkpoint folder", path=True, used_if=".resume_mode=resume_path"
     )
     max_actor_ckpt_to_keep: int | None = key(None, "number of newest checkpoints to keep; default: all", ge=1)
     keep_best: str | None = key(None, "metric whose best checkpoint is kept, e.g. val-core/gsm8k/acc/mean@1")
-    keep_best_mode: str = key("max", "which is better", known=known.BEST_MODES, used_if=".keep_best")
+    keep_best_mode: str = key("max", "which is better", known=("max", "min"), used_if=".keep_best")
     continue_without_checkpoints: bool = key(
         False, "train on though two checkpoints in a row could not be saved; otherwise the run ends"
     )
@@ -83,20 +89,16 @@ class BaseTrainerConfig(PlacementConfig):
     profile: ProfileConfig = section(ProfileConfig, "traces of torch's profiler")
     max_restarts: int = key(0, "restarts after a worker died", ge=0, used_if="@workers")
     restart_wait_s: float = key(
-        120.0,
-        "seconds a restart waits for a lost node before it takes fewer",
-        ge=0,
-        used_if=".max_restarts",
+        120.0, "seconds a restart waits for a lost node before it takes fewer", ge=0, used_if=".max_restarts"
     )
 
-    def errors(self, name: str) -> list[str]:
+    def errors(self, name: str) -> Iterator[str]:
         """What is wrong within the section called `name`."""
-        errors = self.profile_errors(name, self.total_training_steps)
+        yield from self.profile_errors(name, self.total_training_steps)
         if self.resume_mode == "resume_path" and not self.resume_from_path:
-            errors.append(
+            yield (
                 f"'{name}.resume_mode' is resume_path; it needs '{name}.resume_from_path', a global_step_N folder"
             )
-        return errors
 
     def profile_errors(self, name: str, total_steps: int | None) -> list[str]:
         """Profiled ranks and steps that the run does not have; `total_steps`: None while it is not known."""
@@ -144,7 +146,7 @@ class AsyncTrainingConfig:
         "off",
         "carry_over: unfinished responses continue in the next step; one_step_off: the next batch is generated while "
         "one trains; fully_async: generated all the time, by weights that are replaced meanwhile",
-        known=known.ASYNC_MODES,
+        known=("off", "carry_over", "one_step_off", "fully_async"),
     )
     staleness: int | None = key(
         None,

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.data.columns import likely_column
-from verl.data.messages import after_prompt, named_roles, read_messages
+from verl.data.messages import Messages, after_prompt, named_roles, read_messages, stored_calls
 from verl.data.tasks.base import rl_row
 from verl.data.tasks.countdown import question_of
-from verl.data.tool_messages import Messages, stored_calls
 from verl.errors import DataError
 from verl.json_input import parse_json
 

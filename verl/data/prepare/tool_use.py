@@ -12,10 +12,17 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from verl.data.messages import SPEAKERS, read_messages, read_turns
+from verl.data.messages import (
+    SPEAKERS,
+    Messages,
+    as_tools,
+    read_messages,
+    read_turns,
+    stored_calls,
+    tools_text,
+)
 from verl.data.prepare.recipes import Row, Source, recipe, until_answer
 from verl.data.tasks.base import rl_row
-from verl.data.tool_messages import Messages, as_tools, stored_calls, tools_text
 from verl.errors import DataError
 from verl.json_input import parse_json
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from verl.config.known import MEGATRON_MODELS
+from verl.config.megatron import MEGATRON_MODELS
 from verl.config.parallelism import Layout, divisors, layout_of
 from verl.engines.base import no_adapters
 from verl.engines.build import load_model, open_model

@@ -146,7 +146,7 @@ class PipelineRunner(MicroBatchRunner):
         self, batch: DataProto, options: HeadOptions | None, outputs_of: OutputsOf | None = None
     ) -> Outputs:
         """[B, T] each, on the host of every stage."""
-        assert outputs_of is None, "refused by verl.config.teacher_checks"
+        assert outputs_of is None, "refused by verl.config.run_checks"
         batch = self.checked(batch).select(batch_keys=list(INPUTS), non_tensor_keys=[])
         self._model.eval()
         splits = self._checked_split(batch, "forward")
@@ -202,7 +202,7 @@ class PipelineRunner(MicroBatchRunner):
     ) -> list[dict[str, Metric]]:
         """Add the gradients of a checked batch; metrics by micro-batch, empty on stages other than the last."""
         assert self.optimizer is not None
-        assert teacher is None, "refused by verl.config.teacher_checks"
+        assert teacher is None, "refused by verl.config.run_checks"
         loss_scale = self.optimizer.loss_scale
         self._model.train()
         splits = self._checked_split(batch, "train")

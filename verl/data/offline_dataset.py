@@ -1,0 +1,361 @@
+"""Rows to fine-tune on, and pairs of a chosen and a rejected answer for preference training and reward models: input
+ids, and which of them are learned from.
+
+Rows are learned from where the policy itself would write; the first token never is, because nothing predicts it. A pair
+is consecutive rows of a batch: chosen, rejected and, for kto, the chosen answer of another pair to this prompt. Pairs
+with equal answers, also those that are equal once they are cut, are dropped and counted. All rows are encoded at start,
+so that one that cannot be used is found before a model is loaded.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from verl.config.schema import (
+    PreferenceAlgorithmConfig,
+    PreferenceConfig,
+    PreferenceDataConfig,
+    SFTDataConfig,
+)
+from verl.data.assemble import pad_rows
+from verl.data.columns import as_number, require_column
+from verl.data.conversations import Answer, Row, encode_answers, pair_rows, sft_answers
+from verl.data.files import Files, Rows
+from verl.data.loader import EncodedRows
+from verl.data.proto import DataProto
+from verl.data.tokenizer import Tokenizer, truncate
+from verl.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SFTItem:
+    """One encoded row: ids, and 1 for each id that is learned from."""
+
+    input_ids: np.ndarray
+    response_mask: np.ndarray
+    index: int
+
+
+Encoded = tuple[np.ndarray, np.ndarray]
+"""Input ids, and 1 for each id that is learned from."""
+
+
+def pad_encoded(rows: Sequence[Encoded], pad_id: int) -> dict[str, torch.Tensor]:
+    """`input_ids`, `attention_mask`, `response_mask`, all [B, L], padded on the right."""
+    return {
+        "input_ids": pad_rows([ids for ids, _ in rows], pad_id, torch.long),
+        "attention_mask": pad_rows([np.ones(len(ids), dtype=np.int64) for ids, _ in rows], 0, torch.long),
+        "response_mask": pad_rows([mask for _, mask in rows], 0, torch.long),
+    }
+
+
+def fit_encoded(ids: list[int], mask: list[int], limit: int, truncation: str) -> Encoded:
+    """Cut to `limit`; the first id is not learned from."""
+    ids, mask = (truncate(values, limit, truncation) for values in (ids, mask))
+    mask[0] = 0
+    return np.asarray(ids, np.int32), np.asarray(mask, np.int8)
+
+
+def sft_collate(items: Sequence[SFTItem], pad_id: int) -> DataProto:
+    """One batch of `pad_encoded`, with the column `index`."""
+    tensors = pad_encoded([(item.input_ids, item.response_mask) for item in items], pad_id)
+    return DataProto.from_dict(tensors=tensors, non_tensors={"index": [item.index for item in items]})
+
+
+class SFTDataset(EncodedRows[SFTItem]):
+    """The rows of the data section's files: prompt and response columns, or conversations."""
+
+    def __init__(
+        self,
+        config: SFTDataConfig,
+        files: Files | Rows,
+        tokenizer: Tokenizer,
+        *,
+        training: bool = True,
+    ) -> None:
+        super().__init__(config, files, tokenizer, training)
+        self.config = config
+        self._keys = {
+            name: getattr(config, f"{name}_key") for name in ("messages", "prompt", "response", "tools")
+        }
+        self._conversations = self._find_columns()
+        self.items = self._encode_all(self._chosen)
+
+    def _find_columns(self) -> bool:
+        """Whether the rows are conversations; refuses rows that are neither these nor prompt and response."""
+        config = self.config
+        if config.tools_key not in ("tools", "none"):
+            require_column(self.rows, config.tools_key, "data.tools_key", "tools", self.files_key)
+        if config.messages_key in self.rows.column_names:
+            require_column(self.rows, config.messages_key, "data.messages_key", "prompt", self.files_key)
+            if config.response_key in self.rows.column_names:
+                logger.info(
+                    "%s: the conversations in '%s' are used, not '%s' (data.messages_key=none would)",
+                    self.files_key,
+                    config.messages_key,
+                    config.response_key,
+                )
+            return True
+        require_column(self.rows, config.prompt_key, "data.prompt_key", "prompt", self.files_key)
+        require_column(self.rows, config.response_key, "data.response_key", "response", self.files_key)
+        return False
+
+    def _encode_all(self, chosen: np.ndarray) -> list[SFTItem]:
+        items: list[SFTItem] = []
+        too_long: list[tuple[int, int]] = []
+        split: list[int] = []
+        nothing_left = empty = 0
+        for start in range(0, len(chosen), 512):
+            numbers = [int(number) for number in chosen[start : start + 512]]
+            names = [self.rows.origin(number) for number in numbers]
+            answers = [self._answers(self.rows[n], name) for n, name in zip(numbers, names, strict=True)]
+            encoded_rows = encode_answers(self._chat, answers, names)
+            split += [len(rows) for rows in encoded_rows if len(rows) > 1]
+            flat = [
+                (number, *row) for number, rows in zip(numbers, encoded_rows, strict=True) for row in rows
+            ]
+            for number, ids, mask in flat:
+                empty += self._has_empty_answer(ids, mask)
+                if len(ids) > self.config.max_length:
+                    too_long.append((len(ids), number))
+                    if self.config.truncation == "error":
+                        continue
+                encoded = fit_encoded(ids, mask, self.config.max_length, self.config.truncation)
+                if encoded[1].any():
+                    items.append(SFTItem(*encoded, number))
+                else:
+                    nothing_left += 1
+        if split:  # the rows that each conversation with more than one became
+            logger.info(
+                "%s: %d of %d conversations are %d rows: the chat template or the tokenizer writes earlier messages "
+                "differently once later ones follow (Qwen 3 drops their thinking), so each answer whose context "
+                "changes has its own row",
+                self.files_key,
+                len(split),
+                len(chosen),
+                sum(split),
+            )
+        total = len(chosen) - len(split) + sum(split)
+        if empty:
+            learned = "of which only the end of the turn is learned"
+            logger.warning(
+                "%s: %d of %d rows have an empty answer, %s", self.files_key, empty, total, learned
+            )
+        self._report_long(too_long, nothing_left, total, len(items))
+        return items
+
+    def _has_empty_answer(self, ids: list[int], mask: list[int]) -> bool:
+        """Whether an answer, a stretch of tokens that are learned, has nothing but special tokens and spaces."""
+        edges = np.flatnonzero(np.diff(mask, prepend=0, append=0)).reshape(-1, 2)
+        return any(
+            not str(self.tokenizer.decode(ids[start:end], skip_special_tokens=True)).strip()
+            for start, end in edges.tolist()
+            if end - start <= 3
+        )
+
+    def _report_long(self, too_long: list[tuple[int, int]], nothing_left: int, total: int, left: int) -> None:
+        if not too_long:
+            return
+        longest, number = max(too_long)
+        seen = (
+            f"{self.files_key}: {len(too_long)} of {total} rows are longer than data.max_length="
+            f"{self.config.max_length} tokens; the longest, {self.rows.origin(number)}, has {longest}"
+        )
+        if self.config.truncation == "error":
+            raise DataError(
+                f"{seen}. Set data.max_length={longest}, or data.truncation=left, right or middle."
+            )
+        if not left:
+            raise DataError(f"{seen}; cut at that length, no row keeps a token of its response.")
+        logger.warning("%s: cut (data.truncation=%s)", seen, self.config.truncation)
+        if nothing_left:
+            logger.warning("%d rows are dropped: nothing of their response remained", nothing_left)
+
+    def _answers(self, row: Mapping[str, Any], where: str) -> list[Answer]:
+        try:
+            return sft_answers(self._chat, row, where, self._keys, conversation=self._conversations)
+        except DataError as error:
+            raise DataError(f"{self.files_key}: {error}") from error
+
+    def batch(self, positions: Sequence[int], uids: Sequence[str]) -> DataProto:
+        batch = sft_collate([self.items[position] for position in positions], self.tokenizer.pad_token_id)
+        return batch.union(DataProto.from_dict(non_tensors={"uid": uids}))
+
+
+Use = Literal["pairs", "kto", "reward"]
+"""What the rows are for: log-probs of the answers; with a third row for kto's KL; the reward of each conversation."""
+
+
+def use_of(config: PreferenceConfig) -> Use:
+    algorithm = getattr(config, "algorithm", None)
+    if isinstance(algorithm, PreferenceAlgorithmConfig):
+        return "kto" if algorithm.loss == "kto" else "pairs"
+    return "reward"
+
+
+@dataclass(frozen=True)
+class PreferenceItem:
+    """The rows of one pair, each with the prompt in front: chosen, rejected, for kto a third one."""
+
+    rows: tuple[Encoded, ...]
+    index: int
+    margin: float = 0.0
+
+
+class PreferenceDataset(EncodedRows[PreferenceItem]):
+    """Rows with `prompt`, `chosen` and `rejected`: strings or messages. Without a prompt column, the answers are
+    conversations, and what they share at their beginning is the prompt."""
+
+    def __init__(
+        self,
+        config: PreferenceDataConfig,
+        files: Files | Rows,
+        tokenizer: Tokenizer,
+        *,
+        training: bool = True,
+        use: Use = "pairs",
+    ) -> None:
+        super().__init__(config, files, tokenizer, training)
+        self.config = config
+        self.use = use
+        self.reference: np.ndarray | None = None
+        """[pairs, rows of each]: the reference's log-probs of the answers, once they are known."""
+        self._keys = (config.prompt_key, config.chosen_key, config.rejected_key)
+        require_column(self.rows, config.chosen_key, "data.chosen_key", "response", self.files_key)
+        require_column(self.rows, config.rejected_key, "data.rejected_key", "response", self.files_key)
+        self.items = self._encode_all(self._chosen)
+        if use == "kto":
+            self._add_other_answers()
+
+    def _encode_all(self, chosen_rows: np.ndarray) -> list[PreferenceItem]:
+        items: list[PreferenceItem] = []
+        config, total = self.config, len(chosen_rows)
+        same = cut = lost = alike = longest = 0
+        for start in range(0, total, 512):
+            numbers = [int(number) for number in chosen_rows[start : start + 512]]
+            encoded = [side for number in numbers for side in self._pair(number)]
+            for number, chosen, rejected in zip(numbers, encoded[::2], encoded[1::2], strict=True):
+                if chosen == rejected:
+                    same += 1
+                    continue
+                length = max(len(chosen[0]), len(rejected[0]))
+                if length > config.max_length:
+                    cut += 1
+                    longest = max(longest, length)
+                    if config.truncation == "error":
+                        continue
+                sides = tuple(self._fit(*side) for side in (chosen, rejected))
+                if any(not side[1].any() for side in sides):
+                    lost += 1
+                    continue
+                if np.array_equal(sides[0], sides[1]):
+                    alike += 1
+                    continue
+                items.append(PreferenceItem(sides, number, self._margin(number)))
+        self._report(total, len(items), same, cut, lost, alike, longest)
+        return items
+
+    def _fit(self, ids: list[int], mask: list[int]) -> Encoded:
+        """Cut to data.max_length; the token that asks for the reward stays, wherever the conversation is cut."""
+        limit, how = self.config.max_length, self.config.truncation
+        if self.use == "reward":
+            ids = [*truncate(ids[:-1], limit - 1, how), ids[-1]]
+            mask = mask[len(mask) - len(ids) :]
+        return fit_encoded(ids, mask, limit, how)
+
+    def _margin(self, number: int) -> float:
+        name = getattr(self.config, "margin_key", None)
+        if self.use != "reward" or name not in self.rows.column_names:
+            return 0.0
+        value = self.rows[number].get(name)
+        if value is None or value == "":  # which an empty cell of a CSV file is
+            return 0.0
+        margin = as_number(value)
+        if isinstance(value, bool) or not np.isfinite(margin):
+            raise DataError(
+                f"{self.files_key}: '{name}' (data.margin_key) of {self.rows.origin(number)} is {value!r}; it must be "
+                "a finite number."
+            )
+        return margin
+
+    def _add_other_answers(self) -> None:
+        """kto's third row: this prompt with the chosen answer of the next pair."""
+        items = self.items
+        if len(items) < 2:
+            raise DataError(
+                f"{self.files_key}: algorithm.loss=kto needs at least 2 pairs, and there is {len(items)}."
+            )
+        self.items = [
+            PreferenceItem(
+                (*item.rows, _answered_by(item.rows[0], other.rows[0], self.config.max_length)), item.index
+            )
+            for item, other in zip(items, [*items[1:], items[0]], strict=True)
+        ]
+
+    def _report(
+        self, total: int, kept: int, same: int, cut: int, lost: int, alike: int, longest: int
+    ) -> None:
+        limit, truncation = self.config.max_length, self.config.truncation
+        if cut and truncation == "error":
+            raise DataError(
+                f"{self.files_key}: {cut} of {total} pairs are longer than data.max_length={limit} "
+                f"tokens; the longest has {longest}. Set data.max_length={longest}, or data.truncation=left, right "
+                "or middle."
+            )
+        if same == total:
+            raise DataError(
+                f"{self.files_key}: all {total} pairs have two equal answers ('{self._keys[1]}' and '{self._keys[2]}')."
+            )
+        for count, meaning in (
+            (same, "have two equal answers and are left out"),
+            (cut, f"are cut to data.max_length={limit} tokens (data.truncation={truncation})"),
+            (lost, "keep nothing of an answer when cut and are left out"),
+            (alike, "have two equal answers when cut and are left out"),
+        ):
+            if count:
+                logger.warning("%s: %d of %d pairs %s", self.files_key, count, total, meaning)
+        if not kept:
+            raise DataError(f"{self.files_key}: no usable pair in {total} rows.")
+
+    def _pair(self, number: int) -> list[Row]:
+        row, (prompt_key, *answer_keys) = self.rows[number], self._keys
+        answers = {key: row.get(key) for key in answer_keys}
+        where, reward = self.rows.origin(number), self.use == "reward"
+        try:
+            return pair_rows(self._chat, row.get(prompt_key), answers, where, reward)
+        except DataError as error:
+            raise DataError(f"{self.files_key}: {error}") from error
+
+    def batch(self, positions: Sequence[int], uids: Sequence[str]) -> DataProto:
+        """`pad_encoded` of the pairs' rows, `chosen` [B], where known `ref_log_prob` [B], for reward models `margin`;
+        `rows_together` rows make a pair."""
+        items = [self.items[position] for position in positions]
+        each = len(items[0].rows)
+        pad: Any = self.tokenizer.pad_token_id
+        tensors = pad_encoded([row for item in items for row in item.rows], pad)
+        tensors["chosen"] = torch.tensor([True, False, True][:each]).repeat(len(items))
+        if self.reference is not None:
+            tensors["ref_log_prob"] = torch.from_numpy(self.reference[np.asarray(positions)].reshape(-1))
+        if self.use == "reward":
+            tensors["margin"] = torch.tensor([item.margin for item in items for _ in item.rows])
+        columns: dict[str, list[Any]] = {
+            "index": [item.index for item in items for _ in item.rows],
+            "uid": [uid for uid in uids for _ in range(each)],
+        }
+        return DataProto.from_dict(tensors=tensors, non_tensors=columns, meta_info={"rows_together": each})
+
+
+def _answered_by(mine: Encoded, other: Encoded, limit: int) -> Encoded:
+    """The prompt of one row with the answer of another, cut at `limit` from the right."""
+    start, answer = int(mine[1].argmax()), int(other[1].argmax())
+    ids = np.concatenate([mine[0][:start], other[0][answer:]])[:limit]
+    mask = np.concatenate([np.zeros(start, mine[1].dtype), other[1][answer:]])[:limit]
+    return ids, mask
