@@ -154,7 +154,7 @@ def test_a_background_save_equals_a_foreground_one_though_training_goes_on(
     ("place", "error"),
     [
         ("verl.checkpoint.save_op.write_snapshot", ZeroDivisionError("division by zero")),
-        ("verl.checkpoint.save_op.hf_steps", Exception("No space left on device (os error 28)")),
+        ("verl.checkpoint.hf_folder.takes_shards", Exception("No space left on device (os error 28)")),
         ("verl.checkpoint.manager.snapshot", MemoryError()),
         ("verl.checkpoint.manager.encode", TypeError("not a tree")),
         ("verl.checkpoint.manager.capture_rng", RuntimeError("no generator")),

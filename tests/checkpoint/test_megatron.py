@@ -24,11 +24,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from verl.checkpoint.hf_folder import set_in_config
 from verl.checkpoint.megatron.distcp import DistTensors
 from verl.checkpoint.merge import MergeOptions, merge
 from verl.errors import CheckpointError
 from verl.model_merger import main
+from verl.models.value_model import set_in_config
 
 COMMON: dict[str, Any] = {
     "hidden_size": 16,

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from verl import model_merger
-from verl.checkpoint import CheckpointManager, PartSettings
+from verl.checkpoint import CheckpointManager, PartSettings, hf_folder
 from verl.checkpoint import merge as merge_module
 from verl.checkpoint.hf_folder import empty_model, stored_as_is, write_weights
 from verl.checkpoint.merge import MergeOptions, merge
@@ -227,7 +227,7 @@ def test_a_merge_that_loses_or_changes_a_tensor_is_refused_and_leaves_nothing(
         _change(folder, FAULTS[fault])
         return written
 
-    monkeypatch.setattr(merge_module, "write_weights", faulty)
+    monkeypatch.setattr(hf_folder, "write_weights", faulty)
     arguments = ["merge", "--local_dir", str(part), "--target_dir", str(tmp_path / "out")]
     assert model_merger.main(arguments) == 2
     assert sorted(os.listdir(tmp_path)) == ["run"]
@@ -360,14 +360,14 @@ def test_a_second_merge_into_one_target_is_refused(
     part = save(tmp_path / "run", job.make_engine())
     (tmp_path / ".out.merging").mkdir()
     (tmp_path / ".out.merging/of_a_killed_merge").touch()
-    write = merge_module.write_weights
+    write = hf_folder.write_weights
 
     def meanwhile(*arguments: Any) -> Any:
         with pytest.raises(CheckpointError, match="another merge into .* is running"):
             merge(MergeOptions(part, tmp_path / "out"))
         return write(*arguments)
 
-    monkeypatch.setattr(merge_module, "write_weights", meanwhile)
+    monkeypatch.setattr(hf_folder, "write_weights", meanwhile)
     target = merge(MergeOptions(part, tmp_path / "out", logits=False))
     assert (target / "model.safetensors").exists() and not (target / "of_a_killed_merge").exists()
     assert sorted(os.listdir(tmp_path)) == ["out", "run"]
@@ -388,7 +388,7 @@ def test_a_full_disk_is_reported_with_the_option_to_change(
     def full(*arguments: Any) -> None:
         raise error
 
-    monkeypatch.setattr(merge_module, "write_weights", full)
+    monkeypatch.setattr(hf_folder, "write_weights", full)
     assert model_merger.main(["--local_dir", str(part), "--target_dir", str(tmp_path / "out")]) == 2
     told = capsys.readouterr().err
     assert "Free some space, or give a --target_dir on another disk" in told and "trainer." not in told

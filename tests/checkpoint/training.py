@@ -237,9 +237,9 @@ def fall_back(rank: int, world_size: int, store: str, folder: str) -> None:
 
 def apart(rank: int, world_size: int, store: str, folders: list[str]) -> None:
     """Ranks whose run folders have one name on disks of their own: what a start says, then what saves say."""
-    from verl.checkpoint import rehearsal
+    from verl.checkpoint import save_op
 
-    rehearsal.VISIBLE_S = 0.0
+    save_op.VISIBLE_S = 0.0
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
     manager = CheckpointManager(folders[rank], peer_timeout_s=1000)

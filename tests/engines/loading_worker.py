@@ -25,6 +25,7 @@ import gloo_worker
 
 from verl.engines import build
 from verl.engines.sharding import decoder_layers
+from verl.models import meta_init
 from verl.models.loading import CannotStream, SafetensorsFiles
 
 
@@ -35,12 +36,12 @@ def whole_models() -> Iterator[None]:
     def refuse(*_: Any, **__: Any) -> Any:
         raise CannotStream("the test says so")
 
-    held = build.open_causal_lm, build.open_value_model
-    build.open_causal_lm = build.open_value_model = refuse
+    held = meta_init.open_causal_lm, meta_init.open_value_model
+    meta_init.open_causal_lm = meta_init.open_value_model = refuse
     try:
         yield
     finally:
-        build.open_causal_lm, build.open_value_model = held
+        meta_init.open_causal_lm, meta_init.open_value_model = held
 
 
 def state(engine: Any) -> dict[str, Any]:

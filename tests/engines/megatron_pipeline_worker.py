@@ -21,12 +21,13 @@ import gloo_worker
 
 from verl.algorithms.aggregation import batch_counts
 from verl.config.parallelism import Layout
+from verl.engines.budget import MicroBatchSize
 from verl.engines.megatron.groups import ParallelGroups, groups_of
 from verl.engines.megatron.model import StageModel
 from verl.engines.megatron.pipeline import PipelineRunner
 from verl.engines.megatron.places import places
+from verl.engines.microbatch_runner import RunnerOptions
 from verl.engines.optim import MasterAdamW, Schedule
-from verl.engines.settings import MicroBatchSize
 from verl.engines.sharding import EngineRanks
 from verl.errors import TrainingHalted
 from verl.models.fused_linear import HeadOptions
@@ -61,15 +62,9 @@ def make_stage(whole: Any, groups: ParallelGroups, recompute: bool = False) -> S
 
 
 def make_runner(stage: StageModel, size: MicroBatchSize) -> PipelineRunner:
-    return PipelineRunner(
-        stage,
-        EngineRanks(CPU, None),
-        groups=stage.groups,
-        train_size=size,
-        forward_size=size,
-        label="actor",
-        optimizer=MasterAdamW(stage.named_parameters(), schedule=Schedule(lr=0.1)),
-    )
+    optimizer = MasterAdamW(stage.named_parameters(), schedule=Schedule(lr=0.1))
+    options = RunnerOptions(size, size, label="actor", optimizer=optimizer)
+    return PipelineRunner(stage, EngineRanks(CPU, None), options)
 
 
 def share(groups: ParallelGroups, cuts: list[int]) -> Any:

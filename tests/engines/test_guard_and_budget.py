@@ -113,13 +113,13 @@ def test_the_probe_does_not_take_the_slice_of_logits_for_a_cost_of_every_token(t
 
     engine = tools.engine(model=tools.model(vocab_size=700))
     widths = set()
-    product = fused_linear._product
+    product = fused_linear.product
 
     def recorded(a, b, bias=None):
         widths.add(b.shape[1])
         return product(a, b, bias)
 
-    monkeypatch.setattr(fused_linear, "_product", recorded)
+    monkeypatch.setattr(fused_linear, "product", recorded)
     for tokens in (128, 512):
         tools.runner(engine).probe(tokens, kind)
     assert max(widths) == fused_linear.FEWEST_COLUMNS

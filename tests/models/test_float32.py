@@ -7,9 +7,9 @@ import copy
 import pytest
 import torch
 
+from verl.models.float32 import float32_arithmetic
 from verl.models.loading import cast_parameters
 from verl.models.lora import add_lora
-from verl.models.packability import float32_arithmetic
 
 IDS = torch.randint(3, 53, (2, 9), generator=torch.Generator().manual_seed(0))
 

@@ -321,11 +321,15 @@ def gap(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours.exp() - theirs.exp()).abs().mean())
 
 
+def unfuse(model: Any) -> None:
+    """Every module with its own forward again."""
+    for module in model.modules():
+        module.__dict__.pop("forward", None)
+
+
 def in_float64(model: Any) -> Any:
     """A copy that computes in float64 throughout; the angles of the rotary embedding stay those of float32."""
     import copy
-
-    from verl.models.fused_layers import unfuse
 
     exact = copy.deepcopy(model)
     unfuse(exact)
@@ -342,7 +346,7 @@ def in_float64(model: Any) -> Any:
 
 def float32_errors(model: Any) -> dict[str, torch.Tensor]:
     """|log-prob - float64's| of the same sampled tokens, as each way computes them in float32."""
-    from verl.models.fused_layers import fuse, unfuse
+    from verl.models.fused_layers import fuse
 
     asked, found, ours = sampled(model, 96 if DEVICE == "cuda" else 32)
     exact = padded_log_probs(in_float64(model), asked, found)

@@ -34,17 +34,17 @@ def test_validation_and_checkpoints_come_when_they_are_due_and_at_the_end(watch,
 
 
 def test_a_run_that_cannot_save_its_critic_ends_before_its_first_step(watch, monkeypatch, tmp_path):
-    from verl.checkpoint import rehearsal
+    from verl.checkpoint import hf_folder
     from verl.errors import CheckpointError
 
-    write = rehearsal.write_small_files
+    write = hf_folder.write_small_files
 
     def refuse(folder, engine, tokenizer):
         if folder.parent.name == "critic":
             raise ValueError("no name for the head")
         write(folder, engine, tokenizer)
 
-    monkeypatch.setattr(rehearsal, "write_small_files", refuse)
+    monkeypatch.setattr(hf_folder, "write_small_files", refuse)
     folder = tmp_path / "run"
     with pytest.raises(
         CheckpointError, match="checkpoint of the critic cannot be saved: ValueError: no name"

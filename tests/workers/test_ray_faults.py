@@ -115,10 +115,10 @@ def test_lost_ranks_are_restarted_from_the_last_checkpoint(train, joined, faulty
 
 ELSEWHERE = """
 import torch.distributed as dist
-from verl.checkpoint import rehearsal
+from verl.checkpoint import save_op
 from verl.checkpoint.manager import CheckpointManager
 
-rehearsal.VISIBLE_S = 0.0
+save_op.VISIBLE_S = 0.0
 make = CheckpointManager.from_config.__func__
 
 def on_own_disk(cls, config, folder):

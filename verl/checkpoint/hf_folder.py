@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -19,7 +19,6 @@ import torch
 from verl.checkpoint.files import FileRecord, write_file
 from verl.checkpoint.tensors import Chunk, write_stream
 from verl.checkpoint.weights import (
-    ADAPTER_FOLDER,
     HF_FOLDER,
     INDEX,
     WEIGHTS,
@@ -30,7 +29,7 @@ from verl.checkpoint.weights import (
 )
 from verl.config.model_path import config_problem
 from verl.errors import CheckpointError
-from verl.models.introspection import kept_in_float32
+from verl.models.introspection import kept_in_float32, tied_names
 from verl.models.loading import DTYPES
 from verl.models.value_model import ValueModel
 from verl.runtime import quiet_transformers
@@ -43,27 +42,6 @@ _WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.
 
 
 # -- saving ---------------------------------------------------------------------------------------------------------
-
-
-def hf_steps(
-    part: Path, engine: TrainEngine, tokenizer: Any, *, contents: Sequence[str], writer: bool
-) -> tuple[list[Callable[[], None]], bool]:
-    """The steps that write `huggingface/` and `lora_adapter/`, and whether `write_from_shards` is to add the weights.
-    Every rank takes every step. The `writer` may fail alone, so the ranks must agree after each step: the next one may
-    be collective."""
-    folder = part / HF_FOLDER
-    from_shards = takes_shards(engine, contents)
-
-    def small_files() -> None:
-        if writer:
-            write_small_files(folder, engine, tokenizer)
-
-    steps = [small_files]
-    if "hf_model" in contents and not from_shards:
-        steps.append(lambda: engine.save_hf(folder))
-    if engine.info.lora_config is not None:
-        steps.append(lambda: engine.save_adapter(part / ADAPTER_FOLDER))
-    return steps, from_shards
 
 
 def takes_shards(engine: TrainEngine, contents: Sequence[str]) -> bool:
@@ -152,12 +130,6 @@ def copy_small_files(source: Path, target: Path) -> None:
             shutil.copyfile(path, target / path.name)
 
 
-def set_in_config(folder: Path, **entries: Any) -> None:
-    path = folder / "config.json"
-    document = json.loads(path.read_text(encoding="utf-8"))
-    path.write_text(json.dumps(document | entries, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
 def read_config(folder: Path) -> Any:
     """The model's configuration; code that came with the model is never run."""
     from transformers import AutoConfig
@@ -225,7 +197,7 @@ def _config_dtype(config: Any) -> torch.dtype | None:
 def check_names(reader: CheckpointReader, model: Any) -> list[str]:
     """The names to write, in the model's order. Refuses what is missing, surplus or of another shape."""
     wanted, saved = model.state_dict(), reader.weights
-    ties = _tied_names(model)
+    ties = tied_names(model)
     missing = [name for name in wanted if name not in saved and ties.get(name) not in saved]
     if missing:
         raise CheckpointError(
@@ -247,14 +219,6 @@ def check_names(reader: CheckpointReader, model: Any) -> list[str]:
                 f"{name!r} differs from {ties[name]!r}, to which config.json ties it: set tie_word_embeddings to false"
             )
     return [name for name in wanted if name in saved and name not in both]
-
-
-def _tied_names(model: Any) -> dict[str, str]:
-    """{name: the name it shares its values with}, for a model whose configuration ties them."""
-    tied = getattr(model, "_tied_weights_keys", None)
-    if not getattr(model.config, "tie_word_embeddings", False) or not isinstance(tied, Mapping):
-        return {}
-    return dict(tied)
 
 
 def write_weights(

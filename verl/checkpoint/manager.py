@@ -24,21 +24,11 @@ from typing import Any
 
 import torch
 
+from verl.checkpoint import save_op, steps
 from verl.checkpoint.files import finish_removals, in_background
-from verl.checkpoint.rehearsal import on_all_ranks, rehearse_part, shared_folder, warn_of_contents
 from verl.checkpoint.resume import RANDOM_STATE, SCHEDULES, TRAINER_STATE, Found, Resuming, resume_newest
-from verl.checkpoint.save_op import SaveOperation, Staging, cause_of
+from verl.checkpoint.save_op import SaveOperation
 from verl.checkpoint.state import Snapshot, capture_rng, check_tree, encode, snapshot
-from verl.checkpoint.steps import (
-    Limits,
-    apply_limits,
-    archive,
-    list_steps,
-    recover,
-    step_name,
-    work_folder,
-    write_tracker,
-)
 from verl.config.recipes import COMMANDS
 from verl.config.roles import checkpoint_sections
 from verl.config.sections.model import HF_BY_DEFAULT_BELOW
@@ -81,7 +71,7 @@ class CheckpointManager:
         checkpoint of another one."""
         self.run_folder = Path(run_folder)
         self.settings = defaultdict(PartSettings, settings or {})
-        self.limits = Limits(
+        self.limits = steps.Limits(
             {**dict.fromkeys(("actor", *self.settings), max_actor_to_keep), "critic": max_critic_to_keep},
             keep_best,
             keep_best_mode,
@@ -90,15 +80,11 @@ class CheckpointManager:
         self._peer_timeout_s = peer_timeout_s
         self._command = command
         self._ranks = Ranks()
+        contents = {name: part.load_contents for name, part in self.settings.items()}
         self._resuming = Resuming(
-            self.run_folder,
-            self._ranks,
-            lambda part: self.settings[part].load_contents,
-            resume_mode,
-            resume_from_path,
-            command,
+            self.run_folder, self._ranks, contents.get, resume_mode, resume_from_path, command
         )
-        self._staging = Staging()
+        self._staging = save_op.Staging()
         self._reserving: Future[None] | None = None
         self._saving: tuple[SaveOperation, Future[str | None]] | None = None
         """The save in the background, and why it failed on this rank."""
@@ -146,19 +132,19 @@ class CheckpointManager:
     ) -> None:
         """Before the first step: write and read back all of a checkpoint but the bytes of tensors. ConfigError or
         CheckpointError where a save could not succeed."""
-        work = work_folder(self.run_folder, 0)
-        with shared_folder(work, self._ranks):
-            on_all_ranks(self._ranks, "the trainer's state", lambda: check_tree(trainer_state))
+        work = steps.work_folder(self.run_folder, 0)
+        with save_op.shared_folder(work, self._ranks):
+            save_op.on_all_ranks(self._ranks, "the trainer's state", lambda: check_tree(trainer_state))
             for name, engine in _present(parts).items():
                 contents, writer = self._contents(name, engine.saved_weights()), self._ranks.rank == 0
-                on_all_ranks(
+                save_op.on_all_ranks(
                     self._ranks,
                     f"a checkpoint of the {name}",
-                    partial(rehearse_part, work / name, engine, tokenizer, contents=contents, writer=writer),
+                    partial(save_op.rehearse_part, work / name, engine, tokenizer, contents, writer),
                 )
                 tokenizer = None  # the same for every part
                 if writer:
-                    warn_of_contents(name, engine, contents)
+                    save_op.warn_of_contents(name, engine, contents)
 
     def save(
         self,
@@ -173,16 +159,17 @@ class CheckpointManager:
         background (`wait` returns the folder then). CheckpointError where the save before it failed too."""
         self.wait()
         engines = _present(parts)
-        work, final = work_folder(self.run_folder, step), self.run_folder / step_name(step)
+        work, final = steps.work_folder(self.run_folder, step), self.run_folder / steps.step_name(step)
         op = SaveOperation(step, work, final, self._ranks, self._peer_timeout_s, self._command)
         background = False
         ready = self._on_all_ranks(lambda: self._snapshot(op, engines, trainer_state, metrics or {}), op)
         if ready and self._is_async(engines):
             background = self._ranks.all_true(self._reserve(op.snapshots))
-            ready = not background or self._on_all_ranks(lambda: self._stage(op), op)
-        steps: list[Callable[[], None]] = [op.announce]
-        ready = ready and self._on_all_ranks(lambda: steps.extend(self._open(op, engines, tokenizer)), op)
-        ready = ready and all(self._on_all_ranks(each, op) for each in steps)
+            # From here on the engines may change while the copies are written.
+            ready = not background or self._on_all_ranks(lambda: op.stage(self._staging), op)
+        writes: list[Callable[[], None]] = [op.announce]
+        ready = ready and self._on_all_ranks(lambda: writes.extend(self._open(op, engines, tokenizer)), op)
+        ready = ready and all(self._on_all_ranks(write, op) for write in writes)
         if background and ready:
             self._saving = op, in_background(lambda: self._background(op), "checkpoint")
             return None
@@ -207,9 +194,9 @@ class CheckpointManager:
         op.discard()
         self._failed.append(op.step)
         if len(self._failed) > 1 and not self._continue_without:
-            steps = " and ".join(map(str, self._failed[-2:]))
+            failed = " and ".join(map(str, self._failed[-2:]))
             raise CheckpointError(
-                f"the checkpoints of steps {steps} could not be saved: {self.failure}. The run ends here; to train on "
+                f"the checkpoints of steps {failed} could not be saved: {self.failure}. The run ends here; to train on "
                 "without checkpoints set trainer.continue_without_checkpoints=True"
             )
         return None
@@ -233,10 +220,6 @@ class CheckpointManager:
             op.trees[TRAINER_STATE] = encode({**trainer_state, SCHEDULES: schedules})
         op.metrics = self._kept_metrics(metrics)
 
-    def _stage(self, op: SaveOperation) -> None:
-        """From here on the engines may change while the copies are written."""
-        op.snapshots = {name: self._staging.copy(name, taken) for name, taken in op.snapshots.items()}
-
     def _is_async(self, parts: Iterable[str]) -> bool:
         return any(self.settings[name].async_save for name in parts)
 
@@ -246,11 +229,7 @@ class CheckpointManager:
             self._reserving.result()
             self._reserving = None
         for name, taken in snapshots.items():
-            try:
-                reserved = self._staging.reserve(name, taken)
-            except (MemoryError, RuntimeError):  # torch raises the second where it cannot pin memory
-                reserved = False
-            if not reserved:
+            if not self._staging.reserve(name, taken):
                 logger.warning(
                     "checkpoint.async_save needs %.1f GB of host memory for a copy of the %s, %.1f GB are free: "
                     "this save is not in the background. Free some memory, or set async_save=False",
@@ -277,8 +256,7 @@ class CheckpointManager:
 
         def reserve() -> None:
             for name, each in taken.items():
-                with suppress(MemoryError, RuntimeError):  # the save itself reports what is missing
-                    self._staging.reserve(name, each)
+                self._staging.reserve(name, each)  # the save itself reports what is missing
 
         self._reserving = in_background(reserve, "checkpoint memory")
 
@@ -297,14 +275,14 @@ class CheckpointManager:
         if self._ranks.rank != 0:
             return
         if op.final in self._foreign_steps:
-            archive(op.final)
+            steps.archive(op.final)
             self._foreign_steps.remove(op.final)
         op.commit()
         # The checkpoint is complete; what follows can only fail to clean up.
         for action in (
-            lambda: write_tracker(self.run_folder, op.step),
+            lambda: steps.write_tracker(self.run_folder, op.step),
             self._archive_foreign_steps,
-            lambda: apply_limits(self.run_folder, self.limits, op.step),
+            lambda: steps.apply_limits(self.run_folder, self.limits, op.step),
         ):
             try:
                 action()
@@ -312,7 +290,7 @@ class CheckpointManager:
                 logger.warning("checkpoint %s is complete, but cleaning up failed: %s", op.final.name, error)
 
     def _archive_foreign_steps(self) -> None:
-        self._foreign_steps = [path for path in self._foreign_steps if not archive(path)]
+        self._foreign_steps = [path for path in self._foreign_steps if not steps.archive(path)]
 
     def _background(self, op: SaveOperation) -> str | None:
         """Write the tensors, wait for the other ranks' files, commit; why that failed. Without collectives, as it runs
@@ -338,9 +316,12 @@ class CheckpointManager:
         try:
             action()
         except Exception as error:
-            why = cause_of(error, self._ranks.world_size > 1)
+            why = save_op.cause_of(error, self._ranks.world_size > 1)
             if why.startswith(type(error).__name__):  # no error of the system, whose text says all
-                why += self._write_traceback(error)
+                file = self.run_folder / "failed_save.txt"
+                with suppress(OSError):
+                    file.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+                    why += f" (traceback in {file})"
             ends = self._failed and not self._continue_without  # the save before this one failed too
             logger.warning(
                 "the checkpoint of step %d could not be saved: %s. %sThe last complete checkpoint stays valid",
@@ -350,14 +331,6 @@ class CheckpointManager:
             )
             return why
         return None
-
-    def _write_traceback(self, error: Exception) -> str:
-        file = self.run_folder / "failed_save.txt"
-        try:
-            file.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
-        except OSError:
-            return ""
-        return f" (traceback in {file})"
 
     def _contents(self, name: str, weights: Mapping[str, torch.Tensor]) -> list[str]:
         chosen = self.settings[name].save_contents
@@ -387,7 +360,7 @@ class CheckpointManager:
 
     def _recover(self) -> None:
         if not self._recovered:
-            recover(self.run_folder)
+            steps.recover(self.run_folder)
             self._recovered = True
 
     # -- resuming -----------------------------------------------------------------------------------------------
@@ -413,7 +386,7 @@ class CheckpointManager:
 
     def load_found(self, parts: Mapping[str, TrainEngine | None]) -> bool:
         """Load what `find` found; False where that failed and another one is to be tried."""
-        loaded = self._resuming.load(_present(parts))
+        loaded = self._resuming.load()
         if loaded is not None:
             logger.info("resumed from %s", loaded.path)
             self.start_from(loaded.manifest.step)
@@ -423,7 +396,9 @@ class CheckpointManager:
     def start_from(self, step: int) -> None:
         """Checkpoints beyond this step are not of this run: its first save puts them aside."""
         if self._ranks.rank == 0:
-            self._foreign_steps = [entry.path for entry in list_steps(self.run_folder) if entry.step > step]
+            self._foreign_steps = [
+                entry.path for entry in steps.list_steps(self.run_folder) if entry.step > step
+            ]
 
 
 def _present(parts: Mapping[str, TrainEngine | None]) -> dict[str, TrainEngine]:

@@ -19,42 +19,20 @@ from typing import Any
 
 import torch
 
+from verl.checkpoint import hf_folder, weights
 from verl.checkpoint.files import disk_is_full, files_below, lock, sync_all
-from verl.checkpoint.hf_folder import (
-    ConvertedReader,
-    auto_class,
-    base_weights,
-    cast_to,
-    check_names,
-    copy_small_files,
-    default_dtype,
-    empty_model,
-    is_value_config,
-    on_disk,
-    opens_with_transformers,
-    read_config,
-    set_in_config,
-    write_weights,
-)
+from verl.checkpoint.hf_folder import check_names, empty_model
 from verl.checkpoint.manifest import MANIFEST, Manifest, read_manifest, verify
 from verl.checkpoint.megatron.distcp import METADATA
 from verl.checkpoint.megatron.reader import MegatronReader, find_megatron, holds_megatron
 from verl.checkpoint.steps import TRACKER, in_use, list_steps, publish, step_of
-from verl.checkpoint.weights import (
-    ADAPTER_FOLDER,
-    HF_FOLDER,
-    CheckpointReader,
-    ShardedReader,
-    hf_reader,
-    read_lora_scale,
-    safetensors_files,
-    same_bits,
-)
+from verl.checkpoint.weights import ADAPTER_FOLDER, HF_FOLDER, CheckpointReader, ShardedReader, same_bits
 from verl.errors import CheckpointError
 from verl.json_input import read_json
 from verl.memory import free_host_bytes
 from verl.models.loading import let_others_read, torch_dtype
 from verl.models.lora import transposed_weights
+from verl.models.value_model import set_in_config
 from verl.runtime import quiet_transformers
 
 logger = logging.getLogger(__name__)
@@ -229,28 +207,28 @@ def _only_one(target: Path) -> Iterator[None]:
 
 
 def _merge_part(work: Path, part: PartFolder, base: list[Path], options: MergeOptions) -> None:
-    scale = read_lora_scale(part.path / ADAPTER_FOLDER)
-    copy_small_files(part.path / HF_FOLDER, work)
+    scale = weights.read_lora_scale(part.path / ADAPTER_FOLDER)
+    hf_folder.copy_small_files(part.path / HF_FOLDER, work)
     if scale is not None and options.lora == "keep":
         _keep_adapter(work, part, scale)
         return
     config = _read_config(work, options)
-    value_model, model = is_value_config(config), empty_model(config)
+    value_model, model = hf_folder.is_value_config(config), empty_model(config)
     if options.is_value_model and not value_model:
         kind = ", ".join(config.architectures or ["language model"])
         raise CheckpointError(f"--is-value-model was given, but {part.path} holds a {kind}")
-    reader = ShardedReader(part.model_files(), scale, base_weights(base, model))
+    reader = ShardedReader(part.model_files(), scale, hf_folder.base_weights(base, model))
     reader.transposed = transposed_weights(model)
-    reader.cast_base = cast_to(default_dtype(config, reader), model)
+    reader.cast_base = hf_folder.cast_to(hf_folder.default_dtype(config, reader), model)
     if value_model and base:
         reader.only(model.state_dict())  # the base model is a policy, with an output matrix
     _write_verified(work, reader, config, model, options)
 
 
 def _merge_megatron(work: Path, tensors: Path, hf: Path, options: MergeOptions) -> None:
-    copy_small_files(hf, work)
+    hf_folder.copy_small_files(hf, work)
     config = _read_config(work, options)
-    if options.is_value_model or is_value_config(config):
+    if options.is_value_model or hf_folder.is_value_config(config):
         raise CheckpointError("a Megatron checkpoint is read as a language model only, not as a value model")
     model = empty_model(config)
     reader = MegatronReader(tensors, model)
@@ -265,22 +243,22 @@ def _merge_megatron(work: Path, tensors: Path, hf: Path, options: MergeOptions) 
 def _read_config(work: Path, options: MergeOptions) -> Any:
     if options.tie_word_embedding:
         set_in_config(work, tie_word_embeddings=True)
-    return read_config(work)
+    return hf_folder.read_config(work)
 
 
 def _write_verified(
     work: Path, reader: CheckpointReader, config: Any, model: Any, options: MergeOptions
 ) -> None:
-    dtype = default_dtype(config, reader) if options.dtype == "auto" else torch_dtype(options.dtype)
+    dtype = hf_folder.default_dtype(config, reader) if options.dtype == "auto" else torch_dtype(options.dtype)
     set_in_config(work, dtype=str(dtype).removeprefix("torch."))
-    write_weights(work, reader, model, dtype)
+    hf_folder.write_weights(work, reader, model, dtype)
     count = check_tensors(work, reader, model, dtype)
     logger.info("%d tensors written and compared with the checkpoint, bit for bit", count)
     if not options.logits:
         logger.warning("logits were not compared (--no-logits)")
     elif sum(w.numel() for w in reader.weights.values()) * dtype.itemsize * 1.5 > free_host_bytes():
         logger.warning("logits were not compared: one copy of the model does not fit into free memory")
-    elif not opens_with_transformers(config):
+    elif not hf_folder.opens_with_transformers(config):
         logger.warning("logits were not compared: transformers has no %s", config.architectures[0])
     else:
         check_logits(work, reader, config, dtype)
@@ -296,7 +274,7 @@ def _base_files(part: PartFolder, options: MergeOptions) -> list[Path]:
         folder = options.base_dir or Path(str(read_json(stated).get("base_model_name_or_path") or ""))
     except (OSError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{stated} cannot be understood: {error}") from None
-    files = safetensors_files(folder) if folder.parts else []
+    files = weights.safetensors_files(folder) if folder.parts else []
     if not files:
         raise CheckpointError(
             f"{part.path} holds a LoRA adapter, and its base model is not at {str(folder) or 'any stated path'}, as "
@@ -328,15 +306,21 @@ def _keep_adapter(work: Path, part: PartFolder, scale: float) -> None:
 def check_tensors(folder: Path, reader: CheckpointReader, model: Any, dtype: torch.dtype) -> int:
     """Compare every tensor of the folder with the checkpoint; the number compared. CheckpointError names the first
     that is missing, surplus or different, or less precise than transformers would have it in memory."""
-    written, cast = hf_reader(folder), cast_to(dtype, model)
-    loaded = _loaded_dtypes(folder, model, dtype)
+    written, cast = weights.hf_reader(folder), hf_folder.cast_to(dtype, model)
+    loaded = {}  # the types in which transformers itself has the weights of the folder in memory
+    if hasattr(type(model), "from_pretrained"):
+        with quiet_transformers():
+            opened = type(model).from_pretrained(
+                folder, dtype=dtype, device_map="meta", trust_remote_code=False
+            )
+        loaded = {name: weight.dtype for name, weight in opened.state_dict().items()}
     seen = set()
     for name in check_names(reader, model):
         weight = reader.get(name)
         kept = loaded.get(name, dtype)
         if not same_bits(cast(name, weight).to(kept), weight.to(kept)):
             raise CheckpointError(f"{name!r} was rounded; transformers keeps it in {kept}")
-        for key, value in on_disk(model, name, cast(name, weight)).items():
+        for key, value in hf_folder.on_disk(model, name, cast(name, weight)).items():
             if key not in written.weights:
                 raise CheckpointError(f"the merged folder lacks {key!r}")
             if not same_bits(written.get(key), value):
@@ -348,40 +332,30 @@ def check_tensors(folder: Path, reader: CheckpointReader, model: Any, dtype: tor
     return len(seen)
 
 
-def _loaded_dtypes(folder: Path, model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """The types in which transformers itself has the weights of the folder in memory."""
-    if not hasattr(type(model), "from_pretrained"):
-        return {}
-    with quiet_transformers():
-        loaded = type(model).from_pretrained(folder, dtype=dtype, device_map="meta", trust_remote_code=False)
-    return {name: weight.dtype for name, weight in loaded.state_dict().items()}
-
-
 def check_logits(folder: Path, reader: CheckpointReader, config: Any, dtype: torch.dtype) -> None:
     """The model transformers loads from the folder answers a fixed prompt exactly as one built from the checkpoint's
     own tensors. The two are in memory one after the other."""
-    kind = auto_class(config)
+    kind = hf_folder.auto_class(config)
+
+    def from_reader() -> Any:
+        model = kind.from_config(config, dtype=dtype, trust_remote_code=False)
+        own, cast = model.state_dict(keep_vars=True), hf_folder.cast_to(dtype, model)
+        for name in reader.weights:
+            own[name].data = cast(name, reader.get(name))
+        model.tie_weights()
+        return model
 
     def merged() -> Any:
         with quiet_transformers():
             return kind.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
 
-    expected = _logits(lambda: _from_reader(kind, config, reader, dtype), config)
+    expected = _logits(from_reader, config)
     found = _logits(merged, config)
     if not same_bits(expected, found):
         worst = float((expected.float() - found.float()).abs().max())
         raise CheckpointError(
             f"the merged model and the checkpoint differ on a fixed prompt: logits by up to {worst:.3g}"
         )
-
-
-def _from_reader(kind: Any, config: Any, reader: CheckpointReader, dtype: torch.dtype) -> Any:
-    model = kind.from_config(config, dtype=dtype, trust_remote_code=False)
-    weights, cast = model.state_dict(keep_vars=True), cast_to(dtype, model)
-    for name in reader.weights:
-        weights[name].data = cast(name, reader.get(name))
-    model.tie_weights()
-    return model
 
 
 @torch.no_grad()
@@ -397,13 +371,13 @@ def open_weights(folder: Path) -> CheckpointReader:
     """The weights of a Hugging Face folder, or of a checkpoint (ours or Megatron's) under the same names."""
     if (folder / MANIFEST).exists() or (folder.parent / MANIFEST).exists():
         part = find_part(folder)
-        config = read_config(part.path / HF_FOLDER)
-        if read_lora_scale(part.path / ADAPTER_FOLDER) is not None:
+        config = hf_folder.read_config(part.path / HF_FOLDER)
+        if weights.read_lora_scale(part.path / ADAPTER_FOLDER) is not None:
             raise CheckpointError(f"{folder} holds a LoRA adapter; merge it first, then compare the folders")
         model = empty_model(config)
-        return ConvertedReader(ShardedReader(part.model_files()), model)
+        return hf_folder.ConvertedReader(ShardedReader(part.model_files()), model)
     if holds_megatron(folder):
         tensors, hf = find_megatron(folder)
-        model = empty_model(read_config(hf))
-        return ConvertedReader(MegatronReader(tensors, model), model)
-    return hf_reader(folder)
+        model = empty_model(hf_folder.read_config(hf))
+        return hf_folder.ConvertedReader(MegatronReader(tensors, model), model)
+    return weights.hf_reader(folder)

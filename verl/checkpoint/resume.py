@@ -11,12 +11,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from verl.checkpoint.manifest import Manifest, read_manifest
-from verl.checkpoint.state import check_part, check_rng, load_part, load_tree, restore_rng, wanted_sections
+from verl.checkpoint.state import SavedPart, check_rng, load_tree, restore_rng
 from verl.checkpoint.steps import checked_path, in_use, newest_complete, step_name
 from verl.checkpoint.weights import HF_FOLDER
 from verl.distributed import Ranks
@@ -42,46 +42,34 @@ class Candidate:
     path: Path
     manifest: Manifest
     state: dict[str, Any]
-    schedules: Mapping[str, Any]
+    parts: Sequence[SavedPart]
     random: Any
     """This rank's random states; None where another number of processes saved them."""
 
 
+@dataclass
 class Resuming:
     """Finds and loads a checkpoint on one rank; every rank makes the same calls."""
 
-    def __init__(
-        self,
-        run_folder: Path,
-        ranks: Ranks,
-        load_contents: Callable[[str], Sequence[str] | None],
-        mode: str,
-        resume_from_path: Path | str | None,
-        command: str = "",
-    ) -> None:
-        self._run_folder = run_folder
-        self._ranks = ranks
-        self._contents = load_contents
-        self._mode = mode
-        self._path = resume_from_path
-        self._command = command
-        self._candidate: Candidate | None = None
-        self._overwritten: set[tuple[str, str]] = set()
-        """Parts and sections of the engines that a failed load may have left half changed."""
-
-    def _newest(self, parts: Sequence[str], below: int | None) -> Path | None:
-        """The newest complete checkpoint (before the step `below`); others are logged."""
-        newest = newest_complete(self._run_folder, parts, below) if self._ranks.rank == 0 else None
-        step = self._ranks.from_first(-1 if newest is None else newest.step)
-        return None if step < 0 else self._run_folder / step_name(step)
+    run_folder: Path
+    ranks: Ranks
+    load_contents: Callable[[str], Sequence[str] | None]
+    """What to load of a part; None: all that was saved."""
+    mode: str
+    path: Path | str | None
+    """The checkpoint that the user named."""
+    command: str = ""
+    _candidate: Candidate | None = None
+    _overwritten: set[tuple[str, str]] = field(default_factory=set)
+    """Parts and sections of the engines that a failed load may have left half changed."""
 
     def find(self, engines: Mapping[str, TrainEngine], below: int | None = None) -> Found | None:
         """The checkpoint to resume from, which `load` loads then; None to start from scratch."""
         self._candidate = None
-        if self._mode == "disable":
+        if self.mode == "disable":
             return None
-        if self._mode == "resume_path":
-            path = checked_path(Path(str(self._path)).expanduser(), list(engines))
+        if self.mode == "resume_path":
+            path = checked_path(Path(str(self.path)).expanduser(), list(engines))
             with checkpoint_errors(path):
                 self._candidate = self._examine(path, engines)
             return self._candidate.manifest.step, True, self._candidate.state
@@ -89,8 +77,13 @@ class Resuming:
 
     def _newest_usable(self, engines: Mapping[str, TrainEngine], below: int | None) -> Found | None:
         first: tuple[Path, Exception] | None = None
-        while (path := self._newest(list(engines), below)) is not None:
-            if not self._ranks.all_true(path.is_dir()):
+        while True:
+            newest = newest_complete(self.run_folder, engines, below) if self.ranks.rank == 0 else None
+            step = self.ranks.from_first(-1 if newest is None else newest.step)
+            if step < 0:
+                break
+            path = self.run_folder / step_name(step)
+            if not self.ranks.all_true(path.is_dir()):
                 raise CheckpointError(
                     f"not every process sees {path}: trainer.default_local_dir must be a folder that all nodes share"
                 )
@@ -103,13 +96,13 @@ class Resuming:
                 assert self._candidate is not None
                 return self._candidate.manifest.step, False, self._candidate.state
             first = first or (path, problem or CheckpointError(f"{path} cannot be used by another rank"))
-            below = int(path.name.rpartition("_")[2])
+            below = step
         if first is not None:
             with checkpoint_errors(first[0]):
                 raise first[1]
         if self._overwritten:
             raise CheckpointError(
-                f"loading a checkpoint failed (see the warning above), and {self._run_folder} has no older one: "
+                f"loading a checkpoint failed (see the warning above), and {self.run_folder} has no older one: "
                 "start again, or set trainer.resume_mode=disable to start from scratch"
             )
         return None
@@ -118,7 +111,7 @@ class Resuming:
         """Read and check everything but the values of tensors."""
         with in_use(path):
             manifest = read_manifest(path)
-            refuse_other_command(path, manifest, self._command)
+            refuse_other_command(path, manifest, self.command)
             state = load_tree(path, manifest, TRAINER_STATE)
             if not isinstance(state, dict):
                 raise CheckpointError(f"its {TRAINER_STATE}.json is not an object")
@@ -130,45 +123,50 @@ class Resuming:
             if not isinstance(schedules, dict):
                 raise CheckpointError(f"the {SCHEDULES} in its {TRAINER_STATE}.json are no object")
             random = None
-            if manifest.world_size == self._ranks.world_size:
-                random = load_tree(path, manifest, RANDOM_STATE.format(self._ranks.rank))
+            if manifest.world_size == self.ranks.world_size:
+                random = load_tree(path, manifest, RANDOM_STATE.format(self.ranks.rank))
                 check_rng(random)
-            for name, engine in engines.items():
-                check_part(path, manifest, name, engine, self._contents(name), schedules.get(name))
-            lacking = self._overwritten - self._sections(manifest, engines)
+            parts = [
+                SavedPart(path, manifest, name, engine, self.load_contents(name), schedules.get(name))
+                for name, engine in engines.items()
+            ]
+            for part in parts:
+                part.check()
+            lacking = self._overwritten - {
+                (part.name, section) for part in parts for section in part.sections()
+            }
             if lacking:
                 raise CheckpointError(
                     f"it holds no {' of the '.join(min(lacking)[::-1])}, which must be loaded anew"
                 )
-        return Candidate(path, manifest, state, schedules, random)
+        return Candidate(path, manifest, state, parts, random)
 
-    def load(self, engines: Mapping[str, TrainEngine]) -> Candidate | None:
-        """Load what `find` found, and restore random states. None where a rank could not, and another checkpoint is
-        to be tried."""
+    def load(self) -> Candidate | None:
+        """Load what `find` found into its engines, and restore random states. None where a rank could not, and another
+        checkpoint is to be tried."""
         assert self._candidate is not None
         candidate, self._candidate = self._candidate, None
-        if self._mode == "resume_path":
+        if self.mode == "resume_path":
             with checkpoint_errors(candidate.path):
-                self._load(candidate, engines)
+                self._load(candidate)
             return candidate
         problem: Exception | None = None
         try:
-            self._load(candidate, engines)
+            self._load(candidate)
         except Exception as error:
             if is_out_of_memory(error):
                 raise  # of which an older checkpoint needs as much
             problem = error
         if self._all_can(candidate.path, problem):
             return candidate
-        self._overwritten |= self._sections(candidate.manifest, engines)
+        self._overwritten |= {(part.name, section) for part in candidate.parts for section in part.sections()}
         return None
 
-    def _load(self, candidate: Candidate, engines: Mapping[str, TrainEngine]) -> None:
+    def _load(self, candidate: Candidate) -> None:
         path, manifest = candidate.path, candidate.manifest
         with in_use(path):
-            for name, engine in engines.items():
-                schedule = candidate.schedules.get(name)
-                load_part(path, manifest, name, engine, self._contents(name), schedule)
+            for part in candidate.parts:
+                part.load()
         if candidate.random is not None:
             restore_rng(candidate.random)
         else:
@@ -177,21 +175,14 @@ class Resuming:
                 "an uninterrupted run",
                 path.name,
                 manifest.world_size,
-                self._ranks.world_size,
+                self.ranks.world_size,
             )
-
-    def _sections(self, manifest: Manifest, engines: Mapping[str, TrainEngine]) -> set[tuple[str, str]]:
-        return {
-            (part, section)
-            for part in engines
-            for section in wanted_sections(manifest, part, self._contents(part))
-        }
 
     def _all_can(self, path: Path, problem: Exception | None) -> bool:
         """Whether no rank has a problem with a checkpoint; the first that has one says it."""
-        failed = self._ranks.first_failed(problem is None)
-        if problem is not None and failed == self._ranks.rank:
-            warn_skipped(path.name, problem)
+        failed = self.ranks.first_failed(problem is None)
+        if problem is not None and failed == self.ranks.rank:
+            logger.warning("checkpoint %s is skipped: %s", path.name, _reason(problem))
         return failed is None
 
 
@@ -241,7 +232,7 @@ def resume_newest(
                 with checkpoint_errors(step_name(below)):
                     raise
             first = first or error
-            warn_skipped(step_name(below), error)
+            logger.warning("checkpoint %s is skipped: %s", step_name(below), _reason(error))
         else:
             if load():
                 return state
@@ -249,10 +240,6 @@ def resume_newest(
         with checkpoint_errors("the newest checkpoint"):
             raise first
     return None
-
-
-def warn_skipped(name: str, problem: Exception) -> None:
-    logger.warning("checkpoint %s is skipped: %s", name, _reason(problem))
 
 
 def _reason(error: Exception) -> str:

@@ -1,27 +1,37 @@
-"""One save on one rank: the files it writes, and the rename that makes them a checkpoint.
+"""One save on one rank: the files it writes, the rename that makes them a checkpoint, and the proof before the first
+step that it can be done.
 
 Until `commit` renames it, everything is in a hidden folder. `write` needs no other rank; `commit` runs on rank 0 alone,
 after every rank has left a record of its files in that folder. No collective is involved, so a save in the background
 does not use the communicators of training: a rank that cannot write removes the empty file it made at the beginning,
 which works on a full disk too.
+
+The rehearsal writes and reads back everything of a checkpoint but the bytes of its tensors: the folder that all ranks
+must share; names, shapes and types of weights; config, generation config, tokenizer; the trainer's state. A run that
+cannot save ends at once.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import os
+import secrets
 import shutil
+import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from verl.checkpoint import hf_folder
 from verl.checkpoint.files import (
     FileRecord,
     disk_is_full,
@@ -31,15 +41,19 @@ from verl.checkpoint.files import (
     record_of,
     sync_all,
 )
-from verl.checkpoint.hf_folder import hf_steps, write_from_shards
 from verl.checkpoint.manifest import MANIFEST, Manifest, installed_versions, write_manifest
 from verl.checkpoint.state import Encoded, Snapshot, save_tree, write_snapshot
 from verl.checkpoint.steps import publish
-from verl.checkpoint.tensors import Chunk
+from verl.checkpoint.tensors import Chunk, file_header, local_chunks
+from verl.checkpoint.weights import ADAPTER_FOLDER, HF_FOLDER, TensorReader, read_lora_scale
 from verl.distributed import Ranks
 from verl.engines.base import TrainEngine
+from verl.errors import CheckpointError, ConfigError
 from verl.json_input import read_json
 from verl.memory import free_host_bytes
+from verl.runtime import quiet_transformers
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -66,19 +80,30 @@ class SaveOperation:
             for name in self.snapshots:
                 (self.work / name).mkdir()
 
+    def stage(self, staging: Staging) -> None:
+        """Copy the snapshots into the memory that `staging` has reserved."""
+        self.snapshots = {name: staging.copy(name, taken) for name, taken in self.snapshots.items()}
+
     def announce(self) -> None:
         """After `open`, on every rank: it will write into this folder."""
         self._pending(self.ranks.rank).touch()
 
     def hf_steps(self, engines: Mapping[str, TrainEngine], tokenizer: Any) -> list[Callable[[], None]]:
-        """What only the live engine can write; every rank takes every step, and all agree after each."""
+        """What only the live engine can write: `huggingface/` and `lora_adapter/`. Every rank takes every step. Rank 0
+        may fail alone, so the ranks must agree after each step: the next one may be collective."""
         steps: list[Callable[[], None]] = []
         for name, engine in engines.items():
-            contents, writer = self.contents[name], self.ranks.rank == 0
-            more, later = hf_steps(self.work / name, engine, tokenizer, contents=contents, writer=writer)
-            steps += more
-            if later:
+            part, contents = self.work / name, self.contents[name]
+            if self.ranks.rank == 0:
+                steps.append(partial(hf_folder.write_small_files, part / HF_FOLDER, engine, tokenizer))
+            else:
+                steps.append(lambda: None)
+            if hf_folder.takes_shards(engine, contents):
                 self.from_shards.append(name)
+            elif "hf_model" in contents:
+                steps.append(partial(engine.save_hf, part / HF_FOLDER))
+            if engine.info.lora_config is not None:
+                steps.append(partial(engine.save_adapter, part / ADAPTER_FOLDER))
         return steps
 
     def write(self) -> None:
@@ -110,7 +135,7 @@ class SaveOperation:
                 if file.startswith(f"{name}/model/") and file.endswith(".safetensors")
             }
             chunks = self.snapshots[name].chunks["model"] if self.ranks.world_size == 1 else None
-            written = write_from_shards(self.work / name, shards, chunks)
+            written = hf_folder.write_from_shards(self.work / name, shards, chunks)
             records |= {f"{name}/{file}": record for file, record in written.items()}
         names = {
             path.relative_to(self.work).as_posix(): path
@@ -147,7 +172,10 @@ class SaveOperation:
         for rank in range(self.ranks.world_size):
             while not self._record(rank).exists():
                 if not self._pending(rank).exists() and not self._record(rank).exists():
-                    raise OSError(f"rank {rank} could not write its files{self._cause(rank)}")
+                    cause = ""
+                    with suppress(OSError):
+                        cause = f": {self._failure(rank).read_text(encoding='utf-8')}"
+                    raise OSError(f"rank {rank} could not write its files{cause}")
                 if time.monotonic() > deadline:
                     raise TimeoutError(
                         f"rank {rank} has not written its files after {self.peer_timeout_s:g} s"
@@ -156,12 +184,6 @@ class SaveOperation:
             document = read_json(self._record(rank))
             records |= {name: FileRecord(int(e["size"]), str(e["crc32"])) for name, e in document.items()}
         return records
-
-    def _cause(self, rank: int) -> str:
-        try:
-            return f": {self._failure(rank).read_text(encoding='utf-8')}"
-        except OSError:
-            return ""
 
     def _pending(self, rank: int) -> Path:
         return self.work / f".to_be_written_by_rank_{rank}"
@@ -207,7 +229,12 @@ class Staging:
             return False
         self._buffers.pop(part, None)
         del buffers
-        self._buffers[part] = [_allocate(tensor) for tensor in tensors]
+        try:  # zeroed, because the system assigns memory only when it is written to
+            self._buffers[part] = [
+                torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda) for tensor in tensors
+            ]
+        except (MemoryError, RuntimeError):  # torch raises the second where it cannot pin memory
+            return False
         return True
 
     def copy(self, part: str, snapshot: Snapshot) -> Snapshot:
@@ -231,11 +258,6 @@ def _fits(buffer: torch.Tensor, tensor: torch.Tensor) -> bool:
     )
 
 
-def _allocate(tensor: torch.Tensor) -> torch.Tensor:
-    """Zeroed, because the system assigns memory only when it is written to."""
-    return torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-
-
 def _copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     for buffer, source in pairs:
         if source.device.type == "cpu" and source.is_contiguous():
@@ -243,3 +265,102 @@ def _copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
             ctypes.memmove(buffer.data_ptr(), source.data_ptr(), source.nbytes)
         else:
             buffer.copy_(source, non_blocking=True)
+
+
+# -- rehearsal -------------------------------------------------------------------------------------------------------
+
+VISIBLE_S = 10.0
+"""For a file of rank 0 to appear on the other nodes: network file systems keep what they saw for a while."""
+_MARKER = "marker"
+
+
+@contextmanager
+def shared_folder(folder: Path, ranks: Ranks) -> Iterator[None]:
+    """Make a hidden folder in the run folder for the time of the context; ConfigError unless every rank sees it."""
+    token, problem = secrets.randbits(60), None
+    try:
+        if ranks.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            (folder / _MARKER).write_text(str(token), encoding="utf-8")
+    except OSError as error:
+        problem = cause_of(error)
+    try:
+        if (problem := ranks.gather(problem)[0]) is not None:
+            raise CheckpointError(
+                f"trainer.default_local_dir={folder.parent} cannot be written to: {problem}"
+            )
+        host = f"rank {ranks.rank} on {socket.gethostname()}"
+        text, deadline, seen = str(ranks.from_first(token)), time.monotonic() + VISIBLE_S, False
+        while True:
+            with suppress(OSError, UnicodeDecodeError):
+                seen = (folder / _MARKER).read_text(encoding="utf-8") == text
+            if seen or time.monotonic() > deadline:
+                break
+            time.sleep(0.1)
+        first, *others = ranks.gather((host, seen))
+        blind = [name for name, sees in others if not sees]
+        if blind:
+            raise ConfigError(
+                f"trainer.default_local_dir={folder.parent} is not the same folder for all processes: what {first[0]} "
+                f"wrote there is not seen by {', '.join(blind)}. Set it to a folder that all nodes share"
+            )
+        yield
+    finally:
+        ranks.barrier()
+        if ranks.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def on_all_ranks(ranks: Ranks, what: str, action: Callable[[], None]) -> None:
+    """Run it on every rank; all raise where one could not."""
+    problem = None
+    try:
+        action()
+    except Exception as error:
+        problem = cause_of(error, ranks.world_size > 1)
+    for rank, cause in enumerate(ranks.gather(problem)):
+        if cause is not None:
+            where = f" on rank {rank}" if ranks.world_size > 1 else ""
+            raise CheckpointError(f"{what} cannot be saved{where}: {cause}")
+
+
+def rehearse_part(
+    part: Path, engine: TrainEngine, tokenizer: Any, contents: Sequence[str], writer: bool
+) -> None:
+    """Write and read one part on this rank, without the bytes of its weights."""
+    weights = engine.saved_weights()
+    if "model" in contents:
+        chunks = local_chunks(weights, engine.info.rank)
+        file_header([(chunk.key, chunk.tensor.dtype, tuple(chunk.tensor.shape)) for chunk in chunks])
+    if not writer:
+        return
+    folder = part / HF_FOLDER
+    hf_folder.write_small_files(folder, engine, tokenizer)
+    if hf_folder.takes_shards(engine, contents):
+        meta = {name: torch.empty(w.shape, dtype=w.dtype, device="meta") for name, w in weights.items()}
+        hf_folder.check_names(TensorReader(meta), hf_folder.empty_model(hf_folder.read_config(folder)))
+    if engine.info.lora_config is not None:
+        engine.info.lora_config.save_pretrained(part / ADAPTER_FOLDER)
+        read_lora_scale(part / ADAPTER_FOLDER)
+    from transformers import GenerationConfig
+
+    with quiet_transformers():
+        if (folder / "generation_config.json").exists():
+            GenerationConfig.from_pretrained(folder)
+        if tokenizer is None or not hasattr(tokenizer, "from_pretrained"):
+            return
+        opened = type(tokenizer).from_pretrained(folder)
+    if len(opened) != len(tokenizer):
+        raise CheckpointError(f"the tokenizer has {len(tokenizer)} tokens, and {len(opened)} after saving it")
+
+
+def warn_of_contents(name: str, engine: TrainEngine, contents: Sequence[str]) -> None:
+    """A notice where checkpoints lack what a run continues from."""
+    if "model" in contents:
+        return
+    shown = f"the checkpoints of the {name} have no master weights (checkpoint.save_contents=[{', '.join(contents)}])"
+    if hf_folder.replaces_shards(engine, contents):
+        logger.info("%s: a run resumes from their exported weights, which have the same precision", shown)
+    else:
+        logger.warning("%s: a run cannot be resumed from them; add 'model' to be able to", shown)

@@ -34,10 +34,11 @@ from verl.checkpoint.tensors import (
     saved_tensors,
     write_chunks,
 )
-from verl.checkpoint.weights import ADAPTER_FOLDER, HF_FOLDER, adapter_name
+from verl.checkpoint.weights import ADAPTER_FOLDER, HF_FOLDER
 from verl.engines.base import TrainEngine
 from verl.errors import CheckpointError
 from verl.json_input import parse_json, read_json
+from verl.models.lora import name_in_file
 
 logger = logging.getLogger(__name__)
 
@@ -110,123 +111,125 @@ def write_snapshot(
         return {name: record for part in pool.map(write, taken.chunks) for name, record in part.items()}
 
 
-def wanted_sections(manifest: Manifest, part: str, contents: Sequence[str] | None = None) -> list[str]:
-    """What of an engine's state the checkpoint replaces; `contents` limits it (None: all that was saved). Weights
-    always are, as a run that continues at a step must not have those it began with."""
-    saved = [*manifest.parts.get(part, []), "model"]
-    return [section for section in SECTIONS if section in saved and (contents is None or section in contents)]
-
-
-def check_part(
-    folder: Path,
-    manifest: Manifest,
-    part: str,
-    engine: TrainEngine,
-    contents: Sequence[str] | None = None,
-    schedule: Any = None,
-) -> None:
-    """Raise unless `load_part` would do. Reads no values of tensors and changes nothing."""
-    state = engine.state()
-    for section in wanted_sections(manifest, part, contents):
-        target, shards, tensors, plain = _section(folder, manifest, part, section, state, engine)
-        if tensors or shards:
-            check_fit(shards, tensors, f"{folder.name}/{part}/{section}")
-        _merged(target, plain, f"{folder.name}/{part}/{section}")
-    if schedule is not None:
-        _merged(state["scheduler"], schedule, f"{folder.name}: schedule of the {part}")
-
-
 _RESTARTS = {
     "optimizer": "the optimiser's moments start at zero",
     "extra": "the loss scale and the reference of trainer.ref_update_freq start anew",
 }
 
 
-def load_part(
-    folder: Path,
-    manifest: Manifest,
-    part: str,
-    engine: TrainEngine,
-    contents: Sequence[str] | None = None,
-    schedule: Any = None,
-) -> None:
-    """Load `part` of the checkpoint into the engine; `contents` limits it (None: all that was saved). `schedule`: of
-    the learning rate, where `extra`, which has it too, is not loaded."""
-    sections = wanted_sections(manifest, part, contents)
-    for section, restarts in _RESTARTS.items():
-        if section not in sections and (contents is None or section in contents):
-            logger.warning(
-                "checkpoint %s holds no '%s' of the %s (saved: %s): %s",
-                folder.name,
-                section,
-                part,
-                ", ".join(manifest.parts.get(part, [])),
-                restarts,
-            )
-    state: Any = engine.state()
-    for section in sections:
-        target, shards, tensors, plain = _section(folder, manifest, part, section, state, engine)
-        if tensors or shards:
-            read_into(shards, tensors, f"{folder.name}/{part}/{section}")
-        merged = _merged(target, plain)
-        state.update(merged if section == "extra" else {section: merged})
-    if "extra" not in sections and state["scheduler"]:
-        if schedule is None:
-            logger.warning(
-                "checkpoint %s does not say where the schedule of the %s was: the learning rate begins as at step 1",
-                folder.name,
-                part,
-            )
+@dataclass(frozen=True)
+class SavedPart:
+    """A part of a checkpoint and the engine that takes it."""
+
+    folder: Path
+    manifest: Manifest
+    name: str
+    engine: TrainEngine
+    contents: Sequence[str] | None = None
+    """What is loaded; None: all that was saved."""
+    schedule: Any = None
+    """Of the learning rate, where `extra`, which has it too, is not loaded."""
+
+    @property
+    def saved(self) -> list[str]:
+        return self.manifest.parts.get(self.name, [])
+
+    def sections(self) -> list[str]:
+        """What of the engine's state the checkpoint replaces. Weights always are, as a run that continues at a step
+        must not have those it began with."""
+        saved = [*self.saved, "model"]
+        return [
+            name for name in SECTIONS if name in saved and (self.contents is None or name in self.contents)
+        ]
+
+    def check(self) -> None:
+        """Raise unless `load` would do. Reads no values of tensors and changes nothing."""
+        state = self.engine.state()
+        for section in self.sections():
+            where = f"{self.folder.name}/{self.name}/{section}"
+            target, shards, tensors, plain = self._section(section, state)
+            if tensors or shards:
+                check_fit(shards, tensors, where)
+            _merged(target, plain, where)
+        if self.schedule is not None:
+            _merged(state["scheduler"], self.schedule, f"{self.folder.name}: schedule of the {self.name}")
+
+    def load(self) -> None:
+        """Load it into the engine."""
+        sections = self.sections()
+        for section, restarts in _RESTARTS.items():
+            if section not in sections and (self.contents is None or section in self.contents):
+                logger.warning(
+                    "checkpoint %s holds no '%s' of the %s (saved: %s): %s",
+                    self.folder.name,
+                    section,
+                    self.name,
+                    ", ".join(self.saved),
+                    restarts,
+                )
+        state: Any = self.engine.state()
+        for section in sections:
+            target, shards, tensors, plain = self._section(section, state)
+            if tensors or shards:
+                read_into(shards, tensors, f"{self.folder.name}/{self.name}/{section}")
+            merged = _merged(target, plain)
+            state.update(merged if section == "extra" else {section: merged})
+        if "extra" not in sections and state["scheduler"]:
+            if self.schedule is None:
+                logger.warning(
+                    "checkpoint %s does not say where the schedule of the %s was: the learning rate begins as at step "
+                    "1",
+                    self.folder.name,
+                    self.name,
+                )
+            else:
+                state["scheduler"] = self.schedule
+        self.engine.load_state(state)
+
+    def _section(
+        self, section: str, state: Mapping[str, Any]
+    ) -> tuple[Any, list[Path], dict[str, torch.Tensor], Any]:
+        """The engine's own tree of a section, the files with its tensors, these by their names there, and the saved
+        plain values."""
+        tree, rank = _tree_of(state, section), self.engine.info.rank
+        files = self.manifest.files_of(self.folder, f"{self.name}/{section}/")
+        shards, tensors = [file for file in files if file.suffix == ".safetensors"], _tensors_by_name(tree)
+        if section == "model" and "model" not in self.saved:
+            shards, tensors = self._instead_of_shards(tensors)
+        by_rank = {int(file.stem.rpartition("_")[2]): file for file in files if file.suffix == ".json"}
+        # Of the first rank where the checkpoint has none with this number.
+        plain = by_rank and read_tree(by_rank.get(rank, by_rank[min(by_rank)]), {})
+        return tree, shards, tensors, plain
+
+    def _instead_of_shards(
+        self, weights: Mapping[str, torch.Tensor]
+    ) -> tuple[list[Path], dict[str, torch.Tensor]]:
+        """Of a part that was saved without 'model': the files that hold its weights in full, and the weights by their
+        names there. CheckpointError unless these are the weights training had, bit for bit."""
+        lora = self.engine.info.lora_config is not None
+        kind = ADAPTER_FOLDER if lora else HF_FOLDER
+        files = self.manifest.files_of(self.folder, f"{self.name}/{kind}/")
+        files = [file for file in files if file.suffix == ".safetensors"]
+        named = {name_in_file(name) if lora else name: weight for name, weight in weights.items()}
+        known = saved_tensors(files) if files else {}
+        dtypes = {known[name].properties.dtype for name in named.keys() & known.keys()}
+        held = {weight.dtype for weight in named.values()}
+        if not files:
+            why = f"there are none in its {kind}/ either"
+        elif known.keys() != named.keys():
+            why = f"{kind}/ stores them under other names, such as {min(known.keys() ^ named.keys())!r}"
+        elif any(known[name].properties.dtype != weight.dtype for name, weight in named.items()):
+            shown = [
+                ", ".join(sorted(str(d).removeprefix("torch.") for d in each)) for each in (dtypes, held)
+            ]
+            why = f"{kind}/ has them in {shown[0]}, rounded from the {shown[1]} that training continues with"
         else:
-            state["scheduler"] = schedule
-    engine.load_state(state)
-
-
-def _instead_of_shards(
-    folder: Path, manifest: Manifest, part: str, engine: TrainEngine, weights: Mapping[str, torch.Tensor]
-) -> tuple[list[Path], dict[str, torch.Tensor]]:
-    """Of a part that was saved without 'model': the files that hold its weights in full, and the weights by their names
-    there. CheckpointError unless these are the weights training had, bit for bit."""
-    lora = engine.info.lora_config is not None
-    kind = ADAPTER_FOLDER if lora else HF_FOLDER
-    files = [f for f in manifest.files_of(folder, f"{part}/{kind}/") if f.suffix == ".safetensors"]
-    named = {adapter_name(name) if lora else name: weight for name, weight in weights.items()}
-    known = saved_tensors(files) if files else {}
-    dtypes = {known[name].properties.dtype for name in named.keys() & known.keys()}
-    held = {weight.dtype for name, weight in named.items()}
-    if not files:
-        why = f"there are none in its {kind}/ either"
-    elif known.keys() != named.keys():
-        why = f"{kind}/ stores them under other names, such as {min(known.keys() ^ named.keys())!r}"
-    elif any(known[name].properties.dtype != weight.dtype for name, weight in named.items()):
-        shown = [", ".join(sorted(str(d).removeprefix("torch.") for d in each)) for each in (dtypes, held)]
-        why = f"{kind}/ has them in {shown[0]}, rounded from the {shown[1]} that training continues with"
-    else:
-        return files, named
-    raise CheckpointError(
-        f"the {part} was saved without its master weights (checkpoint.save_contents="
-        f"[{', '.join(manifest.parts.get(part, []))}]), and {why}: a run cannot be resumed from it. Add 'model' to "
-        "save_contents, or set model.path to its huggingface/ folder and trainer.resume_mode=disable"
-    )
-
-
-def _section(
-    folder: Path, manifest: Manifest, part: str, section: str, state: Mapping[str, Any], engine: TrainEngine
-) -> tuple[Any, list[Path], dict[str, torch.Tensor], Any]:
-    """The engine's own tree of a section, the files with its tensors, these by their names there, and the saved plain
-    values."""
-    tree = _tree_of(state, section)
-    files = manifest.files_of(folder, f"{part}/{section}/")
-    shards, tensors = [file for file in files if file.suffix == ".safetensors"], _tensors_by_name(tree)
-    if section == "model" and "model" not in manifest.parts.get(part, []):
-        shards, tensors = _instead_of_shards(folder, manifest, part, engine, tensors)
-    return tree, shards, tensors, _plain_values(files, engine.info.rank)
-
-
-def _plain_values(files: Sequence[Path], rank: int) -> Any:
-    """This rank's plain values; those of the first where the checkpoint has no such rank."""
-    by_rank = {int(file.stem.rpartition("_")[2]): file for file in files if file.suffix == ".json"}
-    return read_tree(by_rank.get(rank, by_rank[min(by_rank)]), {}) if by_rank else {}
+            return files, named
+        raise CheckpointError(
+            f"the {self.name} was saved without its master weights (checkpoint.save_contents="
+            f"[{', '.join(self.saved)}]), and {why}: a run cannot be resumed from it. Add 'model' to save_contents, or "
+            "set model.path to its huggingface/ folder and trainer.resume_mode=disable"
+        )
 
 
 def _tensors_by_name(tree: Any) -> dict[str, torch.Tensor]:
@@ -332,14 +335,19 @@ def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
         return _encode(value.item(), path, tensors)
     if value is None or isinstance(value, (bool, str, int, float)):
         return value
-    name = _free_name(path, tensors)
+    name = path or "value"
+    while name in tensors:  # keys may contain dots, so two paths can be equal
+        name += "'"
     if isinstance(value, torch.Tensor):
         tensors[name] = value.detach().cpu().clone()
         return {"__tensor__": name}
     if isinstance(value, np.ndarray):
         if value.dtype == object:
             raise CheckpointError(f"state {path!r} is an array of objects; only numbers can be saved")
-        tensors[name] = torch.from_numpy(_numeric(value).copy())
+        array = np.ascontiguousarray(value)
+        if array.dtype.kind == "u" and array.dtype.itemsize > 1:  # the same bytes in a type torch knows
+            array = array.view(f"i{array.dtype.itemsize}")
+        tensors[name] = torch.from_numpy(array.copy())
         return {"__array__": name, "dtype": value.dtype.str}
     if isinstance(value, bytes):
         return {"__bytes__": base64.b64encode(value).decode("ascii")}
@@ -381,22 +389,6 @@ def _decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     if "__pairs__" in value:
         return {_decode(key, tensors): _decode(item, tensors) for key, item in value["__pairs__"]}
     return {key: _decode(item, tensors) for key, item in value.items()}
-
-
-def _free_name(path: str, taken: Mapping[str, torch.Tensor]) -> str:
-    """Keys may contain dots, so two paths can be equal."""
-    name = path or "value"
-    while name in taken:
-        name += "'"
-    return name
-
-
-def _numeric(array: np.ndarray) -> np.ndarray:
-    """The same bytes in a type torch knows: unsigned integers are stored as signed ones."""
-    array = np.ascontiguousarray(array)
-    if array.dtype.kind == "u" and array.dtype.itemsize > 1:
-        return array.view(f"i{array.dtype.itemsize}")
-    return array
 
 
 # -- random generators -----------------------------------------------------------------------------------------------

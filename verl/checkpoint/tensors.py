@@ -120,7 +120,12 @@ def write_stream(
                 raise CheckpointError(
                     f"tensor {key!r} is {tensor.dtype} {list(tensor.shape)}, expected {dtype} {list(shape)}"
                 )
-            file.write(_bytes_of(tensor))
+            # The view as bytes must come after flattening: a 0-dimensional tensor cannot change its element size.
+            flat = tensor.detach().cpu().contiguous().flatten()
+            if (
+                flat.numel()
+            ):  # one that was an empty numpy array has a stride of 0, for which there is no view
+                file.write(memoryview(flat.view(torch.uint8).numpy()))  # type: ignore[arg-type]
     return file.record
 
 
@@ -137,14 +142,6 @@ def file_header(entries: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -> 
         header[key] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
         offset += size
     return header, offset
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    # The view as bytes must come after flattening: a 0-dimensional tensor cannot change its element size.
-    flat = tensor.detach().cpu().contiguous().flatten()
-    if not flat.numel():  # one that was an empty numpy array has a stride of 0, for which there is no view
-        return memoryview(b"")
-    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 class _FileList(FileSystem):
@@ -173,18 +170,15 @@ class ShardReader(dcp.HuggingFaceStorageReader):
                     pass
             metadata = super().read_metadata()
             for key, entry in metadata.state_dict_metadata.items():
-                _check_chunks(key, entry)
+                assert isinstance(entry, TensorStorageMetadata)
+                starts = [tuple(chunk.offsets) for chunk in entry.chunks]
+                if len(set(starts)) < len(starts) or any(len(start) != len(entry.size) for start in starts):
+                    raise ValueError(f"the chunks of tensor {key!r} do not fit together")
+                if any(at < 0 for start in starts for at in start) or math.prod(entry.size) >= 1 << 63:
+                    raise ValueError(f"tensor {key!r} has an impossible shape")
         except Exception as error:  # the header is untrusted, and torch does not check it
             raise CheckpointError(f"the tensor file {file} cannot be read: {error!r}") from None
         return metadata
-
-
-def _check_chunks(key: str, entry: Any) -> None:
-    starts = [tuple(chunk.offsets) for chunk in entry.chunks]
-    if len(set(starts)) < len(starts) or any(len(start) != len(entry.size) for start in starts):
-        raise ValueError(f"the chunks of tensor {key!r} do not fit together")
-    if any(offset < 0 for start in starts for offset in start) or math.prod(entry.size) >= 1 << 63:
-        raise ValueError(f"tensor {key!r} has an impossible shape")
 
 
 def saved_tensors(files: Iterable[Path]) -> dict[str, TensorStorageMetadata]:

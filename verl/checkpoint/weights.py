@@ -16,14 +16,12 @@ from verl.checkpoint.tensors import ShardReader
 from verl.config.model_path import SAFETENSORS, weight_files
 from verl.errors import CheckpointError
 from verl.json_input import read_json
-from verl.models.lora import merge_lora
+from verl.models.lora import lora_scale, merge_lora, name_in_file
 from verl.models.value_model import HEADS
 
 HF_FOLDER = "huggingface"
 ADAPTER_FOLDER = "lora_adapter"
 WEIGHTS, INDEX = SAFETENSORS
-_BASE = ".base_layer."
-_PEFT_PREFIX = "base_model.model."
 _A, _B = ".lora_A.default.weight", ".lora_B.default.weight"
 Cast = Callable[[str, torch.Tensor], torch.Tensor]
 """(name, weight) -> the weight in the type it is to have."""
@@ -82,7 +80,7 @@ class ShardedReader(CheckpointReader):
             raise CheckpointError(
                 f"the checkpoint has LoRA weights ({self._adapters[0]!r}, ...) but no lora_adapter/adapter_config.json"
             )
-        own = {key.replace(_BASE, "."): key for key in self._known if key not in set(self._adapters)}
+        own = {key.replace(".base_layer.", "."): key for key in self._known if key not in set(self._adapters)}
         self._keys = {name: name for name in self._loaded} | own
         self.weights = {name: tensor.to("meta") for name, tensor in self._loaded.items()} | {
             name: torch.empty(self._known[key].size, dtype=self._known[key].properties.dtype, device="meta")
@@ -105,7 +103,7 @@ class ShardedReader(CheckpointReader):
     def adapter(self) -> dict[str, torch.Tensor]:
         """The LoRA weights and a value head under the names peft gives them on the disk."""
         keys = [*self._adapters, *(key for key in self._known if key.partition(".")[0] in HEADS)]
-        return {adapter_name(key): self._gather(key) for key in keys}
+        return {name_in_file(key): self._gather(key) for key in keys}
 
     def _gather(self, key: str) -> torch.Tensor:
         if key not in self._known:
@@ -129,11 +127,6 @@ class ShardedReader(CheckpointReader):
         if file not in self._open:
             self._open[file] = safe_open(file, framework="pt")
         return self._open[file].get_tensor(key)  # type: ignore[no-any-return]
-
-
-def adapter_name(key: str) -> str:
-    """What peft calls a LoRA weight or a value head on the disk."""
-    return _PEFT_PREFIX + key.replace(".default.", ".")
 
 
 def hf_reader(folder: Path) -> ShardedReader:
@@ -165,9 +158,7 @@ def read_lora_scale(adapter_folder: Path) -> float | None:
     if not path.exists():
         return None
     try:
-        settings = read_json(path)
-        rank, alpha = int(settings["r"]), float(settings["lora_alpha"])
-        return alpha / (rank**0.5 if settings.get("use_rslora") else rank)
+        return lora_scale(read_json(path))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(f"{path} cannot be read: {error!r}") from None
 

@@ -1,7 +1,8 @@
-"""Tokens per micro-batch: as many as the device is fast with, and no more than fit into memory.
+"""Micro-batches: how large they are, how rows are put into them, and what follows from one that did not fit.
 
-The cap by throughput is a table of measurements (`best_tokens`): nothing is timed in a run, so that two runs of a
-config have the same split. Memory is measured with a small pass; rounding down to a power of two keeps small
+Where the config leaves it open, a micro-batch has as many tokens as the device is fast with, and no more than fit into
+memory. The cap by throughput is a table of measurements (`best_tokens`): nothing is timed in a run, so that two runs of
+a config have the same split. Memory is measured with a small pass; rounding down to a power of two keeps small
 differences in free memory from changing the split.
 """
 
@@ -9,13 +10,20 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
+from verl.algorithms.balance import padded_budget_batches, token_budget_batches
+from verl.distributed import Ranks
+from verl.errors import ConfigError, TrainingHalted
 from verl.memory import free_device_bytes, free_host_bytes
 
 log = logging.getLogger(__name__)
+
+PassKind = Literal["train", "forward"]
 
 SMALLEST = 256
 CAP_CPU = 8192
@@ -39,14 +47,10 @@ def best_tokens(layer_weights: float) -> int:
     return BEST_TOKENS[nearest]
 
 
-def power_of_two_below(tokens: float) -> int:
-    return 1 << max(int(tokens), 1).bit_length() - 1
-
-
 def fitting_tokens(free_bytes: float, fixed_bytes: float, bytes_per_token: float, cap: int) -> int:
     """The largest power of two whose estimated memory stays within `SAFETY` of what is free."""
     tokens = max(free_bytes * SAFETY - fixed_bytes, 0.0) / max(bytes_per_token, 1.0)
-    return min(max(power_of_two_below(tokens), SMALLEST), cap)
+    return min(max(1 << max(int(tokens), 1).bit_length() - 1, SMALLEST), cap)
 
 
 def free_bytes(device: torch.device) -> int:
@@ -111,3 +115,152 @@ def _host_cost(probe: Callable[[int], None]) -> tuple[float, float]:
     with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
         probe(tokens)
     return 0.0, sum(seen.values()) / tokens
+
+
+@dataclass(frozen=True)
+class MicroBatchSize:
+    """Sequences or tokens per micro-batch; `max_tokens` wins where both are set. A sequence above it runs alone."""
+
+    max_sequences: int | None = None
+    max_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("sequences", self.max_sequences), ("tokens", self.max_tokens)):
+            if value is not None and value < 1:
+                raise ConfigError(
+                    f"a micro-batch of {value} {name} is too small, it must be at least 1 "
+                    "(ppo_micro_batch_size_per_gpu, ppo_max_token_len_per_gpu)"
+                )
+
+    def over_ranks(self, count: int) -> MicroBatchSize:
+        """The size for all of `count` ranks that split a micro-batch, from what each may take."""
+        return self if self.max_tokens is None else replace(self, max_tokens=self.max_tokens * count)
+
+
+_MEMORY_KEYS = (
+    "set model.enable_gradient_checkpointing=true, model.enable_activation_offload=true or "
+    "fsdp_config.offload_policy=true"
+)
+_KEYS = (
+    "lower ppo_max_token_len_per_gpu or ppo_micro_batch_size_per_gpu (data.max_token_len_per_gpu or "
+    f"data.micro_batch_size_per_gpu where a file is trained on), or {_MEMORY_KEYS}"
+)
+_LENGTH_KEYS = "lower data.max_response_length (data.max_length where a file is trained on)"
+
+
+@dataclass(frozen=True)
+class OOMReport:
+    """A micro-batch that did not fit into device memory; `cause` is known on the failing rank only."""
+
+    tokens: int
+    sequences: int
+    cause: str = ""
+
+    def split_notice(self, label: str, rank: int) -> str:
+        return (
+            f"{label}: a micro-batch of {self.tokens} tokens ({self.sequences} sequences) on rank {rank} did not fit "
+            f"into device memory; it is split, results stay the same, but the failed attempt costs time: {_KEYS}"
+        )
+
+    def too_long(self, label: str, rank: int) -> str:
+        """Of a micro-batch that cannot be split further."""
+        what, verb = "a single sequence", "does"
+        if self.sequences > 1:
+            what, verb = f"{self.sequences} sequences that stay in one micro-batch (a preference pair)", "do"
+        return (
+            f"{label}: {what} of {self.tokens} tokens on rank {rank} {verb} not fit into device memory; "
+            f"{_MEMORY_KEYS}, or {_LENGTH_KEYS}. {self.cause}"
+        ).rstrip()
+
+    def unrecoverable(self, label: str, reason: str) -> str:
+        return (
+            f"{label}: a micro-batch of {self.tokens} tokens does not fit into device memory, and {reason}; {_KEYS}. "
+            f"{self.cause}"
+        )
+
+
+class MicroBatches:
+    """Puts the rows of this rank into micro-batches of a size for each kind of pass."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        sizes: dict[PassKind, MicroBatchSize],
+        measure: Callable[[PassKind], int],
+        *,
+        packed: bool,
+        hidden_size: int,
+        label: str,
+    ) -> None:
+        """`measure(kind)`: tokens per micro-batch that fit, for a size that the config leaves open."""
+        self.sizes, self._ranks, self._measure = sizes, ranks, measure
+        self._packed, self._hidden_size, self._label = packed, hidden_size, label
+        self._oom_logged = False
+
+    def split(
+        self, rows: list[int], lengths: list[int], kind: PassKind, together: int = 1
+    ) -> list[list[int]]:
+        """`rows` in micro-batches, each row in one of them, `together` consecutive ones in the same.
+
+        As many on every rank, because every pass over sharded parameters is collective: a rank with fewer rows runs
+        empty micro-batches at the end."""
+        size = self.sizes[kind]
+        if size.max_sequences is None and size.max_tokens is None:
+            size = MicroBatchSize(max_tokens=self._ranks.smallest(self._measure(kind)))
+            self.sizes[kind] = size
+        units = [rows[at : at + together] for at in range(0, len(rows), together)]
+        own = [[lengths[row] for row in unit] for unit in units]
+        batches = self._group(own, size, 1)
+        count = self._ranks.largest(len(batches))
+        if count > len(batches):
+            batches = self._group(own, size, count)
+        batches += [[] for _ in range(count - len(batches))]
+        return [[row for at in batch for row in units[at]] for batch in batches]
+
+    def _group(self, units: Sequence[Sequence[int]], size: MicroBatchSize, min_count: int) -> list[list[int]]:
+        """Indices of the units, of which the lengths of their rows are given."""
+        if not units:
+            return []
+        if size.max_tokens is None:
+            rows = size.max_sequences or len(units)
+            return [list(range(at, min(at + rows, len(units)))) for at in range(0, len(units), rows)]
+        if not self._packed:
+            longest = [max(unit) for unit in units]
+            return padded_budget_batches(longest, size.max_tokens, min_count, rows=len(units[0]))
+        lengths = [sum(unit) for unit in units]
+        if min_count <= 1 and sum(lengths) <= size.max_tokens:
+            return [list(range(len(lengths)))]
+        return token_budget_batches(lengths, size.max_tokens, min_count, hidden_size=self._hidden_size)
+
+    def retry(self, oom: OOMReport | None, kind: PassKind, together: int) -> bool:
+        """Whether a pass failed on any rank (collective); then what failed here is smaller from now on.
+
+        All ranks stop where one has nothing left to split: a single sequence, or the `together` sequences that stay in
+        one micro-batch. A retry therefore has smaller micro-batches until each holds one such unit, which is not let
+        fail twice. (`max_sequences` counts units.)"""
+        world, rank = self._ranks.world_size, self._ranks.rank
+        numbers = [0] * (2 * world)
+        if oom:
+            numbers[2 * rank : 2 * rank + 2] = [oom.tokens, oom.sequences]
+        numbers = self._ranks.total(numbers)
+        reports = {
+            at: OOMReport(numbers[2 * at], numbers[2 * at + 1]) for at in range(world) if numbers[2 * at]
+        }
+        if oom:
+            reports[rank] = oom
+        for at, report in reports.items():
+            if report.sequences <= together:
+                raise TrainingHalted(report.too_long(self._label, at))
+        if reports and not self._oom_logged:
+            self._oom_logged = True
+            if rank == 0:
+                at, report = next(iter(reports.items()))
+                log.warning("%s", report.split_notice(self._label, at))
+        if oom:
+            size = self.sizes[kind]
+            if size.max_tokens is not None:
+                size = replace(size, max_tokens=max(min(size.max_tokens, oom.tokens) // 2, 1))
+            else:
+                size = replace(size, max_sequences=max(oom.sequences // together // 2, 1))
+            self.sizes[kind] = size
+        return bool(reports)

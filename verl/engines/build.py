@@ -7,14 +7,13 @@ sharding replaces parameters. Whether the model can be packed or compiled is fou
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from verl.engines.backbone_graphs import BackboneGraphs
 from verl.engines.fsdp import FSDPEngine
 from verl.engines.microbatch_runner import MicroBatchRunner
 from verl.engines.optim import MasterAdamW
@@ -23,18 +22,19 @@ from verl.engines.sharding import CollectiveReplay, EngineRanks, load_shards, re
 from verl.engines.weights import GatheredCopy, copy_to_meta
 from verl.errors import ConfigError, ModelError
 from verl.models.attention import keep_score_cap, register_attention, use_verl_attention
-from verl.models.fused_layers import fuse
 from verl.models.introspection import decoder_layers, token_weights
 from verl.models.kernels import triton_fault
 from verl.models.loading import CannotStream, cast_parameters, load_causal_lm, load_value_model
 from verl.models.lora import add_lora, given_lora
-from verl.models.meta_init import ParameterIndex, open_causal_lm, open_value_model
 from verl.models.packability import head_fault, packing_fault, padding_fault, randomness_fault
 from verl.models.packing import attach
 from verl.models.rope import checkpoint_contexts, per_row, position_limit
-from verl.models.ulysses import SIZE_KEY, SequenceGroup, check_heads
 from verl.models.value_model import ValueModel, disable_dropout
 from verl.models.weight_source import remember_dtypes
+
+if TYPE_CHECKING:
+    from verl.models.meta_init import ParameterIndex
+    from verl.models.ulysses import SequenceGroup
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,9 @@ def assemble(
             checkpointing["context_fn"] = checkpoint_contexts
         module.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpointing)
     module.eval()
-    if not compiled:
+    if not compiled and ranks.device.type == "cuda":
+        from verl.models.fused_layers import fuse
+
         fuse(module, ranks.device)
     per_row(module)
     attach(module)
@@ -99,18 +101,19 @@ def assemble(
         optimizer = MasterAdamW(trained, external=external, **settings.optimizer_options())
         same_dtype = all(param.dtype == settings.dtype for _, param in trained)
         if mesh is None and packed and same_dtype and _captures(settings):
+            from verl.engines.backbone_graphs import BackboneGraphs
+
             graphs = BackboneGraphs(module, optimizer, ranks.device, layer_weights, longest and longest[0])
-    runner = MicroBatchRunner(
-        module,
-        ranks,
+    options = settings.runner_options(
+        layer_weights,
         packed=packed,
         optimizer=optimizer,
         graphs=graphs,
         replay=replay,
         sequence=sequence,
         longest=longest,
-        **settings.runner_options(layer_weights),
     )
+    runner = MicroBatchRunner(module, ranks, options)
     if compiled:
         _try_compiled(module, runner, layers)
     return FSDPEngine(module, settings, ranks, runner, sharded=mesh is not None, gathered_copy=gathered_copy)
@@ -121,6 +124,8 @@ def _use_packed_attention(module: Any, settings: EngineSettings, sequence: Seque
     wanted = bool(settings.model.use_remove_padding)
     packed = wanted and use_verl_attention(module)
     if sequence is not None:
+        from verl.models.ulysses import SIZE_KEY, check_heads
+
         if not wanted:
             raise ConfigError(
                 f"{SIZE_KEY}={sequence.size} splits packed sequences, but model.use_remove_padding is false; set it to "
@@ -161,8 +166,9 @@ def load_model(settings: EngineSettings, device: torch.device) -> nn.Module:
 def open_model(settings: EngineSettings) -> tuple[nn.Module, ParameterIndex] | None:
     """The model of `model.path` on the meta device, and where in its files the weights are; None, and a warning, where
     they cannot be read in parts."""
-    opened = open_value_model if settings.scalar else open_causal_lm
-    path = settings.model.path
+    from verl.models.meta_init import open_causal_lm, open_value_model
+
+    path, opened = settings.model.path, open_value_model if settings.scalar else open_causal_lm
     try:
         return opened(path, **settings.load_options())
     except CannotStream as reason:
@@ -285,6 +291,8 @@ def _try_compiled(module: nn.Module, runner: MicroBatchRunner, layers: list[nn.M
 def _pad(module: nn.Module, sequence: SequenceGroup | None, reason: str) -> None:
     """Say that the model is padded; refuse it where sequences are split."""
     if sequence is not None:
+        from verl.models.ulysses import SIZE_KEY
+
         raise ModelError(
             f"{type(module).__name__} cannot be packed ({reason}), and only packed sequences can be split: set "
             f"{SIZE_KEY}=1 instead of {sequence.size}"

@@ -25,7 +25,6 @@ from verl.engines.settings import EngineSettings
 from verl.engines.sharding import EngineRanks, unsharded
 from verl.engines.weights import FSDPWeights, GatheredCopy
 from verl.errors import ConfigError
-from verl.models.distillation import teacher_forward
 from verl.models.fused_linear import HeadOptions
 from verl.models.introspection import OutputHead, output_head
 from verl.models.lora import adapters_off, has_lora, save_adapter
@@ -75,25 +74,25 @@ class FSDPEngine(RunnerEngine):
     def _swapped(self, adapters: dict[str, torch.Tensor]) -> Iterator[None]:
         """The model with other adapters while the context lasts; masters and moments are not touched."""
         self._onload("model")
-        own = self._copied_adapters()
-        self._put(adapters)
+        own, params = self._copied_adapters(), self._trained().params
+
+        def put(adapters: dict[str, torch.Tensor]) -> None:
+            for name, param in params.items():
+                local(param.detach()).copy_(local(adapters[name]))
+
+        put(adapters)
         try:
             yield
         finally:
-            self._put(own)
-
-    @torch.no_grad()
-    def _put(self, adapters: dict[str, torch.Tensor]) -> None:
-        for name, param in self._trained().params.items():
-            local(param.detach()).copy_(local(adapters[name]))
+            put(own)
 
     def teacher_outputs(
         self, batch: DataProto, *, vocabulary: int, top_k: int | None = None, temperature: float = 1.0
     ) -> dict[str, torch.Tensor]:
-        self._need(policy=True)
+        from verl.models.distillation import teacher_forward
+
         options = HeadOptions(temperature=temperature)
-        self._onload("model")
-        with self.watching():
+        with self._pass(policy=True):
             return self._runner.forward(
                 batch, options, partial(teacher_forward, vocabulary=vocabulary, top_k=top_k, options=options)
             )
@@ -106,12 +105,10 @@ class FSDPEngine(RunnerEngine):
 
         def copied(model: Any) -> dict[str, torch.Tensor]:
             head = output_head(model)
-            found = {"weight": head.weight, "bias": head.bias}
-            return {
-                name: x.detach().clone() if moved else x.detach()
-                for name, x in found.items()
-                if x is not None
-            }
+            found = (
+                {"weight": head.weight} if head.bias is None else {"weight": head.weight, "bias": head.bias}
+            )
+            return {name: x.detach().clone() if moved else x.detach() for name, x in found.items()}
 
         with self.watching():
             found = self._model.verl_run(copied)

@@ -2,37 +2,35 @@
 
 A micro-batch that does not fit into device memory is split, and the result is the one it would have had. How that stays
 correct on several ranks: every pass is collective, so a rank never leaves one early. The failing rank completes its
-pass for the others on a dummy batch (`verl.engines.sharding`) and runs dummy batches for the rest of the
-mini-batch; only at its end do all ranks exchange who failed (`_any_oom`), and then repeat together: without gradient
-only the rows that are missing, with gradient the whole mini-batch, because reductions have mixed the dummy batch's
-gradients into those of every rank. A size that did not fit is not tried again in the run. Ranks that work on the same
-sequences together wait for one another inside layers too: there a micro-batch that does not fit ends the run.
+pass for the others on a dummy batch (`verl.engines.sharding`) and runs dummy batches for the rest of the mini-batch;
+only at its end do all ranks exchange who failed (`MicroBatches.retry`), and then repeat together: without gradient only
+the rows that are missing, with gradient the whole mini-batch, because reductions have mixed the dummy batch's gradients
+into those of every rank. A size that did not fit is not tried again in the run. Ranks that work on the same sequences
+together wait for one another inside layers too: there a micro-batch that does not fit ends the run.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from verl.algorithms.balance import padded_budget_batches, token_budget_batches
 from verl.data.proto import DataProto
 from verl.engines import budget
 from verl.engines.base import LossFn, ModelOutput
+from verl.engines.budget import MicroBatches, MicroBatchSize, OOMReport, PassKind
 from verl.engines.offload import ActivationOffload
-from verl.engines.out_of_memory import OOMReport
-from verl.engines.settings import MicroBatchSize
 from verl.engines.sharding import CollectiveReplay, EngineRanks, reshard
 from verl.errors import TrainingHalted
-from verl.models.distillation import TEACHER_TENSORS, Teacher, student_forward
+from verl.models.float32 import float32_arithmetic
 from verl.models.fused_linear import FEWEST_COLUMNS, HeadOptions, slice_bytes
-from verl.models.packability import FAULTS, float32_arithmetic
+from verl.models.packability import FAULTS
 from verl.models.packing import (
     Pack,
     check_batch,
@@ -44,18 +42,18 @@ from verl.models.packing import (
     sequence_lengths,
     token_counts,
 )
-from verl.models.ulysses import SequenceGroup
 from verl.models.value_model import ValueModel
 from verl.observe.metrics import Metric
 
 if TYPE_CHECKING:
     from verl.engines.backbone_graphs import BackboneGraphs
     from verl.engines.optim import MasterAdamW
+    from verl.models.distillation import Teacher
+    from verl.models.ulysses import SequenceGroup
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-PassKind = Literal["train", "forward"]
 OutputsOf = Callable[..., dict[str, torch.Tensor]]
 """(model, pack) -> outputs of the targets, [M, ...] each."""
 INPUTS = ("input_ids", "attention_mask", "response_mask")
@@ -66,46 +64,53 @@ PROBE_OPTIONS = HeadOptions(with_entropy=True, columns=FEWEST_COLUMNS)
 and counted in `_measure_tokens`, or its growth would be taken for a cost of every token."""
 
 
+@dataclass
+class RunnerOptions:
+    """What the passes of a rank depend on besides the model. Tokens are given per rank."""
+
+    train_size: MicroBatchSize
+    forward_size: MicroBatchSize
+    label: str
+    max_tokens: int = budget.CAP_CPU
+    """The bound of micro-batches whose size the config leaves open."""
+    packed: bool = True
+    optimizer: MasterAdamW | None = None
+    moments_on_host: bool = False
+    activation_offload: ActivationOffload | None = None
+    graphs: BackboneGraphs | None = None
+    replay: CollectiveReplay | None = None
+    """Of a sharded model."""
+    sequence: SequenceGroup | None = None
+    """Ranks that split sequences."""
+    longest: tuple[int, str] | None = None
+    """The model's `position_limit`."""
+    halts_on_oom: bool = False
+    """Other ranks work on the same sequences, so that one out of memory cannot complete a pass for them."""
+
+
 class MicroBatchRunner:
     """The model's passes on one rank."""
 
-    def __init__(
-        self,
-        model: Any,
-        ranks: EngineRanks,
-        *,
-        train_size: MicroBatchSize,
-        forward_size: MicroBatchSize,
-        label: str,
-        packed: bool = True,
-        max_tokens: int = budget.CAP_CPU,
-        optimizer: MasterAdamW | None = None,
-        moments_on_host: bool = False,
-        activation_offload: ActivationOffload | None = None,
-        graphs: BackboneGraphs | None = None,
-        replay: CollectiveReplay | None = None,
-        sequence: SequenceGroup | None = None,
-        longest: tuple[int, str] | None = None,
-        halts_on_oom: bool = False,
-    ) -> None:
-        """`max_tokens` bounds micro-batches whose size the config leaves open; `replay`: of a sharded model;
-        `sequence`: ranks that split sequences; `longest`: the model's `position_limit`; `halts_on_oom`: other ranks
-        work on the same sequences, so that one out of memory cannot complete a pass for them. Tokens are given per
-        rank."""
-        self.packed = packed
-        self.sequence, parts = sequence, sequence.size if sequence else 1
-        self.sizes: dict[PassKind, MicroBatchSize] = {
-            "train": _over_ranks(train_size, parts),
-            "forward": _over_ranks(forward_size, parts),
-        }
-        self.optimizer, self.moments_on_host = optimizer, moments_on_host
-        self.replay, self.graphs, self.activation_offload = replay, graphs, activation_offload
-        self._halts_on_oom = halts_on_oom or sequence is not None
+    def __init__(self, model: Any, ranks: EngineRanks, options: RunnerOptions) -> None:
+        self.packed, self.sequence, self.optimizer = options.packed, options.sequence, options.optimizer
+        self.replay, self.graphs = options.replay, options.graphs
+        self.activation_offload = options.activation_offload
+        self._options, self._label = options, options.label
         self._model, self._ranks, self.device = model, ranks, ranks.device
-        self._label, self._max_tokens, self._tokens_per_rank = label, max_tokens * parts, max_tokens
-        self._longest = None if longest is None else longest[0]
-        self._hidden_size = int(model.config.get_text_config().hidden_size)
-        self._oom_logged = False
+        self._text_config = model.config.get_text_config()
+        self._parts = self.sequence.size if self.sequence else 1
+        self.sizes: dict[PassKind, MicroBatchSize] = {
+            "train": options.train_size.over_ranks(self._parts),
+            "forward": options.forward_size.over_ranks(self._parts),
+        }
+        self._micro_batches = MicroBatches(
+            ranks,
+            self.sizes,
+            self._measure_tokens,
+            packed=self.packed,
+            hidden_size=int(self._text_config.hidden_size),
+            label=self._label,
+        )
         self._float32 = True
 
     # -- inputs -------------------------------------------------------------------------------------------------
@@ -128,7 +133,8 @@ class MicroBatchRunner:
         if not self.packed or self.sequence is not None or _together(batch) == 1:
             return False
         lengths = sequence_lengths(batch.batch["attention_mask"])
-        return self._longest is None or max(lengths, default=0) <= self._longest
+        longest = self._options.longest
+        return longest is None or max(lengths, default=0) <= longest[0]
 
     def token_counts(self, batch: DataProto) -> list[int]:
         """The tokens each row adds to a micro-batch."""
@@ -148,46 +154,6 @@ class MicroBatchRunner:
         one = torch.zeros(1, 1, dtype=torch.long)
         return self._pack(one, torch.ones_like(one), one)
 
-    def _split(
-        self, rows: list[int], lengths: list[int], kind: PassKind, together: int = 1
-    ) -> list[list[int]]:
-        """`rows` in micro-batches, each row in one of them, `together` consecutive ones in the same.
-
-        As many on every rank, because every pass over sharded parameters is collective: a rank with fewer rows runs
-        empty micro-batches at the end."""
-        size = self.sizes[kind]
-        if size.max_sequences is None and size.max_tokens is None:
-            size = replace(size, max_tokens=self._ranks.smallest(self._measure_tokens(kind)))
-            self.sizes[kind] = size
-        units = [rows[at : at + together] for at in range(0, len(rows), together)]
-        own = [[lengths[row] for row in unit] for unit in units]
-        batches = self._group(own, size, 1)
-        count = self._ranks.largest(len(batches))
-        if count > len(batches):
-            batches = self._group(own, size, count)
-        batches += [[] for _ in range(count - len(batches))]
-        return [[row for at in batch for row in units[at]] for batch in batches]
-
-    def _group(self, units: Sequence[Sequence[int]], size: MicroBatchSize, min_count: int) -> list[list[int]]:
-        """Indices of the units, of which the lengths of their rows are given."""
-        if not units:
-            return []
-        if size.max_tokens is None:
-            rows = size.max_sequences or len(units)
-            return [list(range(at, min(at + rows, len(units)))) for at in range(0, len(units), rows)]
-        if not self.packed:
-            return padded_budget_batches(
-                [max(unit) for unit in units], size.max_tokens, min_count, rows=len(units[0])
-            )
-        lengths = [sum(unit) for unit in units]
-        if min_count <= 1 and sum(lengths) <= size.max_tokens:
-            return [list(range(len(lengths)))]
-        return token_budget_batches(lengths, size.max_tokens, min_count, hidden_size=self._hidden_size)
-
-    def _tokens(self, lengths: Sequence[int]) -> int:
-        """What a micro-batch of rows of these lengths computes, padding included."""
-        return sum(lengths) if self.packed else len(lengths) * max(lengths, default=0)
-
     def reshard(self) -> None:
         """After passes without gradient."""
         if self.replay is not None:
@@ -203,12 +169,12 @@ class MicroBatchRunner:
         batch = self.checked(batch).select(batch_keys=list(INPUTS), non_tensor_keys=[])
         self._model.eval()
         outputs: dict[str, torch.Tensor] = {}
-        lengths = self.token_counts(batch)
+        lengths, together = self.token_counts(batch), _together(batch)
         pending = list(range(len(batch)))
         while True:
             oom: OOMReport | None = None
             missing: list[int] = []
-            for rows in self._split(pending, lengths, "forward", _together(batch)):
+            for rows in self._micro_batches.split(pending, lengths, "forward", together):
                 if oom:
                     missing += rows
                     if self._ranks.world_size == 1:
@@ -221,11 +187,9 @@ class MicroBatchRunner:
                     missing += rows
                     oom = report
             self.reshard()
-            if not self._any_oom(oom, _together(batch)):
+            if not self._micro_batches.retry(oom, "forward", together):
                 return {name: values.cpu() for name, values in outputs.items()}
             pending = missing
-            if oom:
-                self._shrink(oom, "forward", _together(batch))
 
     def _forward_rows(
         self,
@@ -296,26 +260,24 @@ class MicroBatchRunner:
         if not self._model.training:
             self._model.train()
         gradients = optimizer.gradient_snapshot()
-        lengths = self.token_counts(batch)
+        lengths, together = self.token_counts(batch), _together(batch)
         act = partial(self._train_rows, batch, loss_fn, options, optimizer.loss_scale, teacher)
         while True:
             metrics: list[dict[str, Metric]] = []
             oom: OOMReport | None = None
-            for rows in self._split(list(range(len(batch))), lengths, "train", _together(batch)):
+            for rows in self._micro_batches.split(list(range(len(batch))), lengths, "train", together):
                 if oom and self._ranks.world_size == 1:
                     break
                 # After a failure gradients are dropped below: empty micro-batches only keep the other ranks going.
                 found, report = self.run_or_oom(act, [] if oom else rows, lengths)
                 oom = oom or report
                 metrics.append(found or {})
-            if not self._any_oom(oom, _together(batch)):
+            if not self._micro_batches.retry(oom, "train", together):
                 return metrics
             # Reductions have mixed the dummy batch into every rank's gradients: all of the mini-batch is repeated.
             optimizer.restore_gradients(gradients)
             if self.replay is not None:
                 self.replay.reset()
-            if oom:
-                self._shrink(oom, "train", _together(batch))
 
     def _train_rows(
         self,
@@ -335,6 +297,8 @@ class MicroBatchRunner:
         packed = self.pack(micro)
         outputs_of = None
         if teacher is not None:
+            from verl.models.distillation import TEACHER_TENSORS, student_forward
+
             given = {
                 name: packed.targets_of(micro.batch[name]) for name in TEACHER_TENSORS if name in micro.batch
             }
@@ -378,10 +342,12 @@ class MicroBatchRunner:
             return act(rows), None
         except errors as error:
             cause = str(error).strip().split("\n")[0]
-            halt = self._halts_on_oom and isinstance(error, torch.OutOfMemoryError)
+            together = self._options.halts_on_oom or self.sequence is not None
+            halt = together and isinstance(error, torch.OutOfMemoryError)
         # Outside the `except`: there the error's traceback would keep the frames of the pass, and with them its
         # tensors, alive while the dummy batch runs.
-        tokens = self._tokens([lengths[row] for row in rows])
+        own = [lengths[row] for row in rows]
+        tokens = sum(own) if self.packed else len(own) * max(own, default=0)  # padding included
         report = OOMReport(max(tokens, 1), max(len(rows), 1), cause)
         if halt:
             reason = "it cannot be split after ranks have begun to work on it together"
@@ -404,39 +370,6 @@ class MicroBatchRunner:
                 raise TrainingHalted(report.too_long(self._label, self._ranks.rank)) from error
         return None, report
 
-    def _any_oom(self, oom: OOMReport | None, together: int) -> bool:
-        """Whether a pass failed on any rank (collective). All ranks stop where one has nothing left to split: a
-        single sequence, or the `together` sequences that stay in one micro-batch."""
-        world, rank = self._ranks.world_size, self._ranks.rank
-        numbers = [0] * (2 * world)
-        if oom:
-            numbers[2 * rank : 2 * rank + 2] = [oom.tokens, oom.sequences]
-        numbers = self._ranks.total(numbers)
-        reports = {
-            at: OOMReport(numbers[2 * at], numbers[2 * at + 1]) for at in range(world) if numbers[2 * at]
-        }
-        if oom:
-            reports[rank] = oom
-        for at, report in reports.items():
-            if report.sequences <= together:
-                raise TrainingHalted(report.too_long(self._label, at))
-        if reports and not self._oom_logged:
-            self._oom_logged = True
-            if rank == 0:
-                at, report = next(iter(reports.items()))
-                log.warning("%s", report.split_notice(self._label, at))
-        return bool(reports)
-
-    def _shrink(self, oom: OOMReport, kind: PassKind, together: int) -> None:
-        """Below what has failed, so that a retry has smaller micro-batches until each holds one unit of `together`
-        sequences, which `_any_oom` does not let fail twice. (`max_sequences` counts such units, see `_split`.)"""
-        size = self.sizes[kind]
-        if size.max_tokens is not None:
-            size = replace(size, max_tokens=max(min(size.max_tokens, oom.tokens) // 2, 1))
-        else:
-            size = replace(size, max_sequences=max(oom.sequences // together // 2, 1))
-        self.sizes[kind] = size
-
     # -- measuring ----------------------------------------------------------------------------------------------
 
     def _measure_tokens(self, kind: PassKind) -> int:
@@ -454,11 +387,12 @@ class MicroBatchRunner:
         label = f"{self._label} ({kind})"
         reserve = 0
         if self.optimizer is not None:
-            reserve = self.optimizer.bytes_to_allocate(kind, self.moments_on_host)
+            reserve = self.optimizer.bytes_to_allocate(kind, self._options.moments_on_host)
+        most = self._options.max_tokens
         if self._has_logits:  # those an output layer holds at once
-            vocab = int(self._model.config.get_text_config().vocab_size)
-            reserve += slice_bytes(self._tokens_per_rank, vocab, self.device)
-        tokens = budget.measure(probe, self.device, cap=self._max_tokens, reserve_bytes=reserve, label=label)
+            reserve += slice_bytes(most, int(self._text_config.vocab_size), self.device)
+        cap = most * self._parts
+        tokens = budget.measure(probe, self.device, cap=cap, reserve_bytes=reserve, label=label)
         return budget.smallest(label) if any(reports) else tokens
 
     @property
@@ -467,7 +401,7 @@ class MicroBatchRunner:
 
     def _probe_pack(self, tokens: int) -> Pack:
         """Random tokens, with output for all."""
-        config = self._model.config.get_text_config()
+        config = self._text_config
         length = min(tokens, 512, int(getattr(config, "max_position_embeddings", None) or 512))
         shape = (-(-tokens // length), length)
         ids = torch.randint(0, int(config.vocab_size), shape, generator=torch.Generator().manual_seed(0))
@@ -497,11 +431,6 @@ class MicroBatchRunner:
 def _together(batch: DataProto) -> int:
     """How many consecutive rows stay in one micro-batch (`verl.engines.base`)."""
     return int(batch.meta_info.get("rows_together", 1))
-
-
-def _over_ranks(size: MicroBatchSize, parts: int) -> MicroBatchSize:
-    """The size for all ranks that split a micro-batch, from what each may take."""
-    return size if size.max_tokens is None else replace(size, max_tokens=size.max_tokens * parts)
 
 
 def sum_of(outputs: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -6,12 +6,13 @@ A parameter stays the same object, only its storage moves.
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from verl.models.vmm_buffer import SleepableMemory, reserve_tensors
+if TYPE_CHECKING:
+    from verl.models.vmm_buffer import SleepableMemory
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +72,8 @@ class ModelMemory:
 
     def _map_memory(self) -> None:
         if self._memory is None:
+            from verl.models.vmm_buffer import reserve_tensors
+
             tensors = self._tensors()
             self._memory, views = reserve_tensors([(x.shape, x.dtype) for x in tensors], self.device)
             self._views = {id(x): (x, view) for x, view in zip(tensors, views, strict=True)}

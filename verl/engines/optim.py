@@ -177,21 +177,18 @@ class MasterAdamW:
             self.rule = ExternalOptimizer(external, self.params)
         elif moments != "float32" or stochastic_rounding:
             self.rule = LowMemoryAdamW(self.masters, options, int8=moments == "int8", seed=seed)
-        elif self._one_pass_fits():
-            self.rule = OnePassAdamW(self.params, self.masters, options)
-        else:
-            self.rule = TorchAdamW(self.masters, options)
-
-    def _one_pass_fits(self) -> bool:
-        """Every parameter half precision, not sharded, contiguous and on a GPU where our kernels work."""
-        return bool(self.params) and all(
+        # Every parameter half precision, not sharded, contiguous and on a GPU where our kernels work.
+        elif self.params and all(
             self.masters[name] is not param
             and param.is_cuda
             and not hasattr(param, "to_local")
             and param.is_contiguous()
             and triton_fault(param.device) is None
             for name, param in self.params.items()
-        )
+        ):
+            self.rule = OnePassAdamW(self.params, self.masters, options)
+        else:
+            self.rule = TorchAdamW(self.masters, options)
 
     # -- gradients ----------------------------------------------------------------------------------------------
 
@@ -275,15 +272,6 @@ class MasterAdamW:
             self._prepared = (gradients, self.gradient_norm())
             self.rule.prepare(gradients)
 
-    def _gradients_and_norm(self) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """Those prepared, unless there are others since."""
-        gradients = self.named_gradients()
-        if self._prepared is not None:
-            known, norm = self._prepared
-            if known.keys() == gradients.keys() and all(known[name] is g for name, g in gradients.items()):
-                return known, norm
-        return gradients, self.gradient_norm()
-
     def step(self, lr: float | None = None) -> dict[str, float]:
         """Clip, check, update, clear gradients. The one wait for the device is reading the norm. `lr`: instead of the
         schedule's; a user's optimiser has its own."""
@@ -295,8 +283,13 @@ class MasterAdamW:
             lr = self.rule.lr
         elif lr is None:
             lr = self.schedule.at(self.step_count)
-        gradients, found = self._gradients_and_norm()
-        norm = float(found)
+        gradients = self.named_gradients()
+        known, prepared = self._prepared or ({}, None)
+        if known.keys() == gradients.keys() and all(known[name] is g for name, g in gradients.items()):
+            gradients = known  # as they were prepared: there are no others since
+        else:
+            prepared = None
+        norm = float(self.gradient_norm() if prepared is None else prepared)
         finite = math.isfinite(norm)
         if finite:
             factor = 1.0 / self.loss_scale
@@ -306,18 +299,14 @@ class MasterAdamW:
             if not isinstance(self.rule, OnePassAdamW):
                 self.write_back()
             self.step_count += 1
-        self._adapt_loss_scale(finite)
+        if self._scales_loss:
+            self._good_steps = self._good_steps + 1 if finite else 0
+            if not finite:
+                self.loss_scale = max(self.loss_scale / 2, 1.0)
+            elif self._good_steps % GROW_EVERY == 0:
+                self.loss_scale *= 2
         self.zero_grad()
         return {"grad_norm": norm, "lr": lr, "skipped": 0.0 if finite else 1.0}
-
-    def _adapt_loss_scale(self, finite: bool) -> None:
-        if not self._scales_loss:
-            return
-        self._good_steps = self._good_steps + 1 if finite else 0
-        if not finite:
-            self.loss_scale = max(self.loss_scale / 2, 1.0)
-        elif self._good_steps % GROW_EVERY == 0:
-            self.loss_scale *= 2
 
     def take_loss_scale(self, scale: float) -> None:
         """From a checkpoint, unless either run does not scale its loss (its precision was another)."""

@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -27,11 +27,13 @@ from verl.engines.settings import EngineSettings
 from verl.engines.sharding import EngineRanks
 from verl.engines.weights import save_config, save_folder
 from verl.errors import ConfigError, ModelError, TrainingHalted
-from verl.models.distillation import Teacher
 from verl.models.fused_linear import HeadOptions
 from verl.models.introspection import token_weights
 from verl.models.value_model import ValueModel
 from verl.observe.metrics import Metric, reduce_metrics
+
+if TYPE_CHECKING:
+    from verl.models.distillation import Teacher
 
 
 class RunnerEngine(TrainEngine):
@@ -86,26 +88,20 @@ class RunnerEngine(TrainEngine):
         with_entropy: bool = False,
         with_sum_pi_squared: bool = False,
     ) -> dict[str, torch.Tensor]:
-        self._need(policy=True)
         options = HeadOptions(
             temperature=temperature, with_entropy=with_entropy, with_sum_pi_squared=with_sum_pi_squared
         )
-        self._onload("model")
-        with self.watching():
+        with self._pass(policy=True):
             return self._runner.forward(batch, options)
 
     def float32_log_probs(self, batch: DataProto, *, temperature: float = 1.0) -> torch.Tensor | None:
         if self._settings.dtype == torch.float32:
             return self.log_probs(batch, temperature=temperature)["log_probs"]
-        self._need(policy=True)
-        self._onload("model")
-        with self.watching():
+        with self._pass(policy=True):
             return self._runner.float32_log_probs(batch, temperature)
 
     def values(self, batch: DataProto) -> torch.Tensor:
-        self._need(policy=False)
-        self._onload("model")
-        with self.watching():
+        with self._pass(policy=False):
             return self._runner.forward(batch, None)["values"]
 
     def forward_backward(
@@ -152,10 +148,15 @@ class RunnerEngine(TrainEngine):
             counts.update(zip(mine, (total // same_rows for total in sums), strict=True))
         return {**counts, **known}
 
-    def _need(self, policy: bool) -> None:
+    @contextmanager
+    def _pass(self, policy: bool) -> Iterator[None]:
+        """A pass without gradient of a `policy`, or of a model with one number per token."""
         if self._settings.scalar == policy:
             kind, wanted = (self._settings.kind, "log-probs") if policy else ("policy", "values")
             raise ModelError(f"the engine of a {kind} has no {wanted}")
+        self._onload("model")
+        with self.watching():
+            yield
 
     def _trained(self) -> MasterAdamW:
         if self._optimizer is None:

@@ -10,28 +10,14 @@ import torch
 
 from verl.config.capabilities import strategy_spec
 from verl.engines import budget
+from verl.engines.budget import MicroBatchSize
+from verl.engines.microbatch_runner import RunnerOptions
 from verl.engines.offload import ActivationOffload
 from verl.engines.optim import Schedule
 from verl.errors import ConfigError, ModelError
 from verl.models.loading import parameter_dtype
 
 Kind = Literal["actor", "ref", "critic", "reward"]
-
-
-@dataclass(frozen=True)
-class MicroBatchSize:
-    """Sequences or tokens per micro-batch; `max_tokens` wins where both are set. A sequence above it runs alone."""
-
-    max_sequences: int | None = None
-    max_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        for name, value in (("sequences", self.max_sequences), ("tokens", self.max_tokens)):
-            if value is not None and value < 1:
-                raise ConfigError(
-                    f"a micro-batch of {value} {name} is too small, it must be at least 1 "
-                    "(ppo_micro_batch_size_per_gpu, ppo_max_token_len_per_gpu)"
-                )
 
 
 @dataclass
@@ -90,19 +76,20 @@ class EngineSettings:
             "scale_loss": self.dtype == torch.float16,
         }
 
-    def runner_options(self, layer_weights: float) -> dict[str, Any]:
-        """Of `MicroBatchRunner`, for a model with so many weights in each decoder layer."""
+    def runner_options(self, layer_weights: float, **more: Any) -> RunnerOptions:
+        """For a model with so many weights in each decoder layer; `more`: further fields."""
         on_gpu = self.device.type == "cuda"
         offloads = on_gpu and self.trained and self.model.enable_activation_offload
         section = getattr(self.role, strategy_spec(self.role.strategy).section)
-        return {
-            "train_size": self.train_size,
-            "forward_size": self.forward_size,
-            "label": self.kind,
-            "max_tokens": budget.best_tokens(layer_weights) if on_gpu else budget.CAP_CPU,
-            "activation_offload": ActivationOffload(self.device) if offloads else None,
-            "moments_on_host": bool(section.optimizer_offload),
-        }
+        return RunnerOptions(
+            self.train_size,
+            self.forward_size,
+            label=self.kind,
+            max_tokens=budget.best_tokens(layer_weights) if on_gpu else budget.CAP_CPU,
+            activation_offload=ActivationOffload(self.device) if offloads else None,
+            moments_on_host=bool(section.optimizer_offload),
+            **more,
+        )
 
 
 def _size(sequences: int | None, dynamic: bool, tokens: int | None) -> MicroBatchSize:

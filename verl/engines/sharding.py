@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -35,13 +35,16 @@ from torch.distributed.fsdp import (
 from verl import distributed
 from verl.config.parallelism import divisors
 from verl.config.sections.model import FSDPConfig
+from verl.engines.adamw import local
 from verl.errors import ConfigError
 from verl.models.introspection import decoder_layers
 from verl.models.lora import plain_name
-from verl.models.meta_init import ParameterIndex
 from verl.models.packing import FORWARD_METHODS
-from verl.models.ulysses import SIZE_KEY, SequenceGroup
 from verl.watchdog import Heartbeat
+
+if TYPE_CHECKING:
+    from verl.models.meta_init import ParameterIndex
+    from verl.models.ulysses import SequenceGroup
 
 
 class EngineRanks(distributed.Ranks):
@@ -80,6 +83,8 @@ class EngineRanks(distributed.Ranks):
         """The ranks, neighbours, that split sequences with this one (collective); None where `size` is 1."""
         if size == 1:
             return None
+        from verl.models.ulysses import SIZE_KEY, SequenceGroup
+
         self._check_divides(SIZE_KEY, size)
         mesh = _sequence_mesh(dist.group.WORLD, self.device.type, size)
         # FSDP averages gradients over all ranks.
@@ -192,7 +197,7 @@ def load_shards(model: nn.Module, mesh: DeviceMesh, index: ParameterIndex, devic
 
     Parameters that were real before (adapters, a critic's head) and buffers keep their values; parameters stay the
     same objects. `device` is where shards live: the rank's device, or the host when they are offloaded."""
-    real = {name: _local(param).clone() for name, param in model.named_parameters() if not param.is_meta}
+    real = {name: local(param).clone() for name, param in model.named_parameters() if not param.is_meta}
     buffers = [
         (owner, name, buffer)
         for owner in model.modules()
@@ -203,16 +208,12 @@ def load_shards(model: nn.Module, mesh: DeviceMesh, index: ParameterIndex, devic
         setattr(owner, name, buffer)
     for name, param in model.named_parameters():
         if name in real:
-            _local(param).copy_(real[name])
+            local(param).copy_(real[name])
             continue
         last = mesh.ndim - 1
         start, stop = row_range(param.shape[0], mesh.get_local_rank(last), mesh.size(last))
         if stop > start:
-            index.read_rows(plain_name(name) or name, start, stop, _local(param))
-
-
-def _local(param: torch.Tensor) -> torch.Tensor:
-    return param.to_local()  # type: ignore[attr-defined, no-any-return]
+            index.read_rows(plain_name(name) or name, start, stop, local(param))
 
 
 # Names before torch 2.13.
@@ -249,7 +250,9 @@ class _ModuleCollectives:
 
     def __init__(self, module: Any, replicated: bool) -> None:
         self.module, self.replicated = module, replicated
-        self._parameter = _first_parameter(module)
+        # Owner and name of a parameter this module gathers itself.
+        owned = ((o, n) for o in group_modules(module) for n, _ in o.named_parameters(recurse=False))
+        self._parameter = next(owned, None)
         self._was_gathered = False
         self.all_gather = _CountedCollective(_all_gather)
         self.reduce_scatter = _CountedCollective(_reduce_scatter)
@@ -266,13 +269,9 @@ class _ModuleCollectives:
         for collective in (self.all_gather, self.reduce_scatter):
             collective.issued = collective.skip = 0
         self.all_reduces = 0
-        self._was_gathered = self._is_gathered()
-
-    def _is_gathered(self) -> bool:
-        if self._parameter is None:
-            return False
-        owner, name = self._parameter
-        return not hasattr(getattr(owner, name), "to_local")
+        if self._parameter is not None:
+            owner, name = self._parameter
+            self._was_gathered = not hasattr(getattr(owner, name), "to_local")
 
     def skip_issued(self) -> None:
         # A module whose parameters were gathered when the pass began issued no all-gather for them. The repeated pass
@@ -286,14 +285,6 @@ class _ModuleCollectives:
         self.all_gather.skip = self.reduce_scatter.skip = 0
         if self.replicated:
             self.module.set_requires_all_reduce(True, recurse=False)
-
-
-def _first_parameter(module: nn.Module) -> tuple[nn.Module, str] | None:
-    """Owner and name of a parameter this FSDP module gathers itself."""
-    for owner in group_modules(module):
-        for name, _ in owner.named_parameters(recurse=False):
-            return owner, name
-    return None
 
 
 class CollectiveReplay:

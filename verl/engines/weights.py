@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,23 +17,15 @@ from torch import nn
 from verl.data.proto import DataProto
 from verl.engines.sharding import fsdp_modules, group_modules
 from verl.errors import RolloutError
-from verl.models.introspection import class_of
+from verl.models import weight_source
+from verl.models.introspection import class_of, tied_names
 from verl.models.loading import let_others_read
-from verl.models.value_model import ValueModel, original_config, write_config
-from verl.models.vmm_buffer import SleepableMemory, reserve_tensors
-from verl.models.weight_source import (
-    Adapter,
-    NamedTensors,
-    Names,
-    SourceLogProbs,
-    WeightSource,
-    adapter_of,
-    base_tensors,
-    merged_tensors,
-)
+from verl.models.value_model import ValueModel, original_config, set_in_config, write_config
+from verl.models.weight_source import Adapter, NamedTensors, Names, SourceLogProbs, WeightSource
 
 if TYPE_CHECKING:
     from verl.engines.runner_engine import RunnerEngine
+    from verl.models.vmm_buffer import SleepableMemory
 
 log = logging.getLogger(__name__)
 
@@ -75,14 +66,14 @@ class FSDPWeights(EngineWeights):
 
     def named_tensors(self, names: Names = "hf") -> NamedTensors:
         with self._engine.watching():
-            yield from merged_tensors(self._engine.hf, self.dtype, names)
+            yield from weight_source.merged_tensors(self._engine.hf, self.dtype, names)
 
     def base_tensors(self, names: Names = "hf") -> NamedTensors:
         with self._engine.watching():
-            yield from base_tensors(self._engine.hf, self.dtype, names)
+            yield from weight_source.base_tensors(self._engine.hf, self.dtype, names)
 
     def adapter(self) -> Adapter | None:
-        return adapter_of(self._engine.hf, self.dtype)
+        return weight_source.adapter_of(self._engine.hf, self.dtype)
 
 
 def copy_to_meta(model: nn.Module) -> nn.Module | None:
@@ -167,6 +158,8 @@ class GatheredModule(ABC):
 
     def _allocate(self) -> None:
         """One block of memory for all parameters."""
+        from verl.models.vmm_buffer import reserve_tensors
+
         before = list(self.module.parameters())  # a tied one once
         memory, views = reserve_tensors(((p.shape, self._dtype_of(p)) for p in before), self._device)
         bind(self.module, zip(before, views, strict=True), self._device)
@@ -231,7 +224,7 @@ class GatheredCopy(GatheredModule):
 def save_folder(model: Any, tensors: NamedTensors, folder: Path, dtype: torch.dtype, *, write: bool) -> None:
     """Weights as safetensors, config and generation config. Every rank calls it, one has `write`. `tensors`: every
     weight under the names of the model's files, unsharded, one at a time."""
-    tied = _tied_names(model)
+    tied = tied_names(model)
     weights = {}
     for name, value in tensors:
         if write and name not in tied:
@@ -246,14 +239,6 @@ def save_folder(model: Any, tensors: NamedTensors, folder: Path, dtype: torch.dt
     let_others_read(folder)
 
 
-def _tied_names(model: Any) -> set[str]:
-    """Names of a language model's state dict that share their values with another name."""
-    if isinstance(model, ValueModel) or not model.config.tie_word_embeddings:
-        return set()
-    tied, names = getattr(model, "_tied_weights_keys", None) or {}, model.state_dict().keys()
-    return {name for name, target in tied.items() if name in names and target in names}
-
-
 def save_config(model: Any, folder: Path, dtype: torch.dtype) -> None:
     """config.json (with the precision the model computes in) and generation_config.json, without touching the model."""
     if isinstance(model, ValueModel):
@@ -263,6 +248,4 @@ def save_config(model: Any, folder: Path, dtype: torch.dtype) -> None:
         config._attn_implementation = None
         config.architectures = [class_of(model).__name__]
         write_config(folder, config, model)
-    path = folder / "config.json"
-    document = json.loads(path.read_text(encoding="utf-8")) | {"dtype": str(dtype).removeprefix("torch.")}
-    path.write_text(json.dumps(document, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    set_in_config(folder, dtype=str(dtype).removeprefix("torch."))

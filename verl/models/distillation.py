@@ -18,14 +18,7 @@ from typing import Any
 
 import torch
 
-from verl.models.fused_linear import (
-    FEWEST_COLUMNS,
-    HeadOptions,
-    _add_product,
-    _bend,
-    _product,
-    slice_columns,
-)
+from verl.models.fused_linear import FEWEST_COLUMNS, HeadOptions, add_product, bend, product, slice_columns
 from verl.models.introspection import OutputHead, output_head
 from verl.models.packing import Pack, head_outputs, hidden_of_targets
 
@@ -48,35 +41,25 @@ class _Head:
         options = replace(options, softcap=head.softcap, scale=head.scale)
         return cls(head.weight.detach()[:vocabulary], bias, options)
 
-    def columns(self, tokens: int) -> int:
-        """Half as many as of one model's head: the logits of two are in memory together."""
-        most = slice_columns(tokens, self.weight.device) // 2
-        return self.options.columns or max(most // FEWEST_COLUMNS * FEWEST_COLUMNS, FEWEST_COLUMNS)
-
     def slices(self, hidden: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Columns and their logits [M, C]."""
-        size = self.columns(hidden.shape[0])
+        """Columns and their logits [M, C]: half as many as of one model's head, as those of two are in memory."""
+        most = slice_columns(hidden.shape[0], self.weight.device) // 2
+        size = self.options.columns or max(most // FEWEST_COLUMNS * FEWEST_COLUMNS, FEWEST_COLUMNS)
         for first in range(0, self.weight.shape[0], size):
             block = slice(first, min(first + size, self.weight.shape[0]))
             yield block, self.logits(hidden, block)
 
     def logits(self, hidden: torch.Tensor, block: slice) -> torch.Tensor:
         bias = None if self.bias is None else self.bias[block]
-        return _bend(_product(hidden, self.weight[block].t(), bias), self.options)
-
-    def raw_gradient(self, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """From the gradient of the logits x to that of the product; overwrites both."""
-        cap, factor = self.options.softcap, self.options.factor
-        if cap is not None:
-            grad *= x.div_(cap * factor).square_().neg_().add_(1)
-        return grad if factor == 1.0 else grad.mul_(factor)
+        return bend(product(hidden, self.weight[block].t(), bias), self.options)
 
 
 class _Sums:
     """Running log-sum-exp of rows, and the mean of something under their softmax."""
 
-    def __init__(self, rows: int, like: torch.Tensor) -> None:
-        self.top = like.new_full((rows,), float("-inf"))
+    def __init__(self, hidden: torch.Tensor) -> None:
+        dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        self.top = hidden.new_full((len(hidden),), float("-inf"), dtype=dtype)
         self.total = torch.zeros_like(self.top)
         self.weighted = torch.zeros_like(self.top)
 
@@ -111,22 +94,22 @@ class _Gradients:
 
     def add(self, block: slice, grad: torch.Tensor, x: torch.Tensor) -> None:
         """Of the logits x of a slice; overwrites both."""
-        grad = self._head.raw_gradient(grad, x)
+        cap, factor = self._head.options.softcap, self._head.options.factor
+        if cap is not None:
+            grad *= x.div_(cap * factor).square_().neg_().add_(1)
+        if factor != 1.0:
+            grad *= factor
         if self.bias is not None:
             self.bias[block] = grad.sum(dim=0)
         grad = grad.to(self._source.dtype)
         if self.hidden is not None:
-            _add_product(self.hidden, grad, self._head.weight[block])
+            add_product(self.hidden, grad, self._head.weight[block])
         if self.weight is not None:
             torch.mm(grad.t(), self._source, out=self.weight[block])
 
     def result(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         hidden = None if self.hidden is None else self.hidden.to(self._source.dtype)
         return hidden, self.weight, self.bias
-
-
-def _sum_dtype(x: torch.Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 class _FullKL(torch.autograd.Function):
@@ -141,8 +124,7 @@ class _FullKL(torch.autograd.Function):
         teacher: _Head,
         reverse: bool,
     ) -> torch.Tensor:
-        like = torch.empty(0, dtype=_sum_dtype(hidden), device=hidden.device)
-        own, other = _Sums(hidden.shape[0], like), _Sums(hidden.shape[0], like)
+        own, other = _Sums(hidden), _Sums(hidden)
         for block, x in head.slices(hidden):
             t = teacher.logits(teacher_hidden, block)
             own.fold(x, x - t if reverse else None)
@@ -194,9 +176,8 @@ class _OutcomeLogProbs(torch.autograd.Function):
         head: _Head,
         tokens: torch.Tensor,
     ) -> torch.Tensor:
-        like = torch.empty(0, dtype=_sum_dtype(hidden), device=hidden.device)
-        every, rest = _Sums(hidden.shape[0], like), _Sums(hidden.shape[0], like)
-        chosen = like.new_zeros(tokens.shape)
+        every, rest = _Sums(hidden), _Sums(hidden)
+        chosen = every.top.new_zeros(tokens.shape)
         for block, x in head.slices(hidden):
             inside, index = _inside(tokens, block)
             chosen = torch.where(inside, x.gather(1, index), chosen)
@@ -227,8 +208,7 @@ def top_log_probs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The k most probable tokens [M, k] and the log-probs [M, k + 1] of each and of all others together."""
     rows = _Head.of(head, vocabulary, options)
-    like = torch.empty(0, dtype=_sum_dtype(hidden), device=hidden.device)
-    rest, best, tokens = _Sums(hidden.shape[0], like), None, None
+    rest, best, tokens = _Sums(hidden), None, None
     for block, x in rows.slices(hidden):
         ids = torch.arange(block.start, block.stop, device=x.device).expand_as(x)
         if best is not None and tokens is not None:

@@ -1,7 +1,8 @@
 """RMS norms, gated MLPs and rotary positions of a Hugging Face model through our kernels.
 
 A module's forward is replaced only if the module has exactly the parameters and attributes we know and, for a small
-input on the device, gives the same numbers; parameters, names and classes stay. `unfuse` restores the old forward.
+input on the device, gives the same numbers; parameters, names and classes stay. Without the attribute `forward` the
+module has its old one again.
 """
 
 from __future__ import annotations
@@ -150,12 +151,3 @@ def fuse(model: nn.Module, device: torch.device, force: bool = False) -> int:
             module.forward = MethodType(forward, module)  # type: ignore[method-assign]
             count += 1
     return count
-
-
-def unfuse(model: nn.Module) -> None:
-    for module in model.modules():
-        patched = getattr(module.__dict__.get("forward"), "__func__", None)
-        if patched in (_rms_forward, _mlp_forward) or (
-            _rotates(module) and patched is _with_rotary(type(module).forward)
-        ):
-            del module.__dict__["forward"]

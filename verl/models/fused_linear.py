@@ -77,7 +77,7 @@ def _use_triton(options: HeadOptions, x: torch.Tensor) -> bool:
     return options.kernel == "triton"
 
 
-def _product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """a @ b in float32 (float64 stays), without rounding the result to half precision on the way."""
     if a.dtype in (torch.float32, torch.float64):
         x = a @ b
@@ -88,14 +88,14 @@ def _product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None)
     return x if bias is None else x.add_(bias)
 
 
-def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """total += a @ b in the precision of `total`, in index."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif a.is_cuda and _adds_in_place(a.device, a.dtype):
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
-        total += _product(a, b)
+        total += product(a, b)
 
 
 @lru_cache(maxsize=8)
@@ -137,9 +137,9 @@ class _Statistics:
             from verl.models.kernels.head import fold_statistics
 
             sums = (self.top, self.total, self.weighted, self.squares, self.chosen)
-            fold_statistics(x, target, first, options.factor, options.softcap, *sums)
+            fold_statistics(x, target, first, options, *sums)
             return
-        x = _bend(x, options)
+        x = bend(x, options)
         index = target - first
         inside = (index >= 0) & (index < x.shape[1])
         found = x.gather(1, index.clamp(0, x.shape[1] - 1)[:, None]).squeeze(1)
@@ -176,7 +176,7 @@ class _Statistics:
             self.squares = rest.pop(0)
 
 
-def _bend(x: torch.Tensor, options: HeadOptions) -> torch.Tensor:
+def bend(x: torch.Tensor, options: HeadOptions) -> torch.Tensor:
     """Raw logits to the ones the softmax sees, in index."""
     if options.softcap is not None:
         x.div_(options.softcap).tanh_().mul_(options.softcap)
@@ -199,9 +199,9 @@ def _logit_gradient(
     if _use_triton(options, x):
         from verl.models.kernels.head import logit_gradient
 
-        return logit_gradient(x, target, first, options.factor, options.softcap, *rows, dtype)
+        return logit_gradient(x, target, first, options, *rows, dtype)
     lse, mean_logit, grad_log_prob, grad_entropy = rows
-    x = _bend(x, options)
+    x = bend(x, options)
     slope = None
     if options.softcap is not None:
         slope = x.div(options.softcap * options.factor).square_().neg_().add_(1)
@@ -238,7 +238,7 @@ class _FusedHead(torch.autograd.Function):
         rows = _Statistics(hidden.shape[0], hidden, options)
         for first in range(0, shard.rows, columns):
             block = slice(first, first + columns)
-            x = _product(hidden, weight[block].t(), None if bias is None else bias[block])
+            x = product(hidden, weight[block].t(), None if bias is None else bias[block])
             rows.fold(x, target, shard.first + first, options)
             del x
         if shard.group is not None:
@@ -265,11 +265,11 @@ class _FusedHead(torch.autograd.Function):
         grad_bias = torch.empty_like(bias) if want_bias else None
         for first in range(0, weight.shape[0], ctx.columns):
             block = slice(first, first + ctx.columns)
-            x = _product(hidden, weight[block].t(), None if bias is None else bias[block])
+            x = product(hidden, weight[block].t(), None if bias is None else bias[block])
             grad_x = _logit_gradient(x, target, ctx.first + first, ctx.options, rows, hidden.dtype)
             del x
             if grad_hidden is not None:
-                _add_product(grad_hidden, grad_x, weight[block])
+                add_product(grad_hidden, grad_x, weight[block])
             if grad_weight is not None:
                 torch.mm(grad_x.t(), hidden, out=grad_weight[block])
             if grad_bias is not None:

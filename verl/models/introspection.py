@@ -96,3 +96,11 @@ def token_weights(module: nn.Module, config: Any) -> Iterator[tuple[nn.Parameter
             routed = ".experts." in f".{name}" or (param.ndim == 3 and param.shape[0] == experts)
             count = count * used / experts if routed else count
         yield param, count
+
+
+def tied_names(model: Any) -> dict[str, str]:
+    """Names of the state dict that share their values with another name, and that name."""
+    if isinstance(model, ValueModel) or not model.config.tie_word_embeddings:
+        return {}
+    tied, names = getattr(model, "_tied_weights_keys", None) or {}, model.state_dict().keys()
+    return {name: target for name, target in tied.items() if name in names and target in names}

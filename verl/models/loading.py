@@ -144,12 +144,6 @@ def parameter_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch_dtype(name, "model.dtype", ("auto",))
 
 
-def _looks_local(path: str) -> bool:
-    return (
-        Path(path).expanduser().exists() or path.startswith(("/", "./", "../", "~")) or path.count("/") != 1
-    )
-
-
 def load_config(
     path: str, *, trust_remote_code: bool = False, override_config: Mapping[str, Any] | None = None
 ) -> Any:
@@ -157,7 +151,7 @@ def load_config(
     from transformers import AutoConfig
 
     folder = Path(path).expanduser()
-    if _looks_local(path):
+    if folder.exists() or path.startswith(("/", "./", "../", "~")) or path.count("/") != 1:
         if not folder.is_dir():
             raise ModelError(f"model.path={path!r} does not exist; set it to a Hugging Face folder or name")
         if not (folder / "config.json").is_file():
@@ -187,7 +181,10 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().split("\n")[0]
 
 
-def _load(auto_class: Any, path: str, config: Any, dtype: torch.dtype, trust_remote_code: bool) -> nn.Module:
+def _load(
+    auto_class: Any, path: str, dtype: torch.dtype, *, trust_remote_code: bool = False, **options: Any
+) -> nn.Module:
+    config = load_config(path, trust_remote_code=trust_remote_code, **options)
     source = str(Path(path).expanduser()) if Path(path).expanduser().exists() else path
     for index in Path(source).glob("*.index.json"):
         checked_weight_map(index)
@@ -213,38 +210,23 @@ def _load(auto_class: Any, path: str, config: Any, dtype: torch.dtype, trust_rem
     return model
 
 
-def load_causal_lm(
-    path: str,
-    *,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    trust_remote_code: bool = False,
-    override_config: Mapping[str, Any] | None = None,
-) -> nn.Module:
-    """A causal language model, weights in `dtype` on `device`."""
+def load_causal_lm(path: str, *, dtype: torch.dtype, device: torch.device | str, **options: Any) -> nn.Module:
+    """A causal language model, weights in `dtype` on `device`; `options` are those of `load_config`."""
     from transformers import AutoModelForCausalLM
 
-    config = load_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
-    model = _load(AutoModelForCausalLM, path, config, dtype, trust_remote_code)
+    model = _load(AutoModelForCausalLM, path, dtype, **options)
     disable_dropout(model)
     return model.to(device)
 
 
 def load_value_model(
-    path: str,
-    *,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    trust_remote_code: bool = False,
-    override_config: Mapping[str, Any] | None = None,
-    reward: bool = False,
+    path: str, *, dtype: torch.dtype, device: torch.device | str, reward: bool = False, **options: Any
 ) -> ValueModel:
     """The backbone of `path` with the scalar head of a critic, or of a `reward` model: the one saved in the folder
     (as transformers stores one with one label), else zeros, so that an untrained critic predicts 0 everywhere."""
     from transformers import AutoModel
 
-    config = load_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
-    backbone = _load(AutoModel, path, config, dtype, trust_remote_code)
+    backbone = _load(AutoModel, path, dtype, **options)
     model = with_saved_head(ValueModel(backbone, reward=reward), path, dtype)
     disable_dropout(model)
     return model.to(device)
@@ -252,7 +234,15 @@ def load_value_model(
 
 def with_saved_head(model: ValueModel, path: str, dtype: torch.dtype) -> ValueModel:
     """The head of the folder, where it holds one, in `dtype`. A reward model has no bias: it changes no order."""
-    saved = _saved_head(path)
+    try:
+        files = SafetensorsFiles.of(path).files
+    except CannotStream:
+        files = {}
+    saved = {}
+    for name in [f"{head}.{part}" for head in HEADS for part in ("weight", "bias")]:
+        if name in files:
+            with _opened(files[name]) as handle:
+                saved[name.rpartition(".")[2]] = handle.get_tensor(name)
     if model.reward:
         _check_reward_class(model)
         named = ", ".join(model.config.architectures or ())
@@ -301,18 +291,3 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
     for name, param in model.named_parameters():
         if param.is_floating_point():
             param.data = param.data.to(torch.float32 if kept and kept.search(name) else dtype)
-
-
-def _saved_head(path: str) -> dict[str, torch.Tensor]:
-    from safetensors import safe_open
-
-    try:
-        files = SafetensorsFiles.of(path).files
-    except CannotStream:
-        return {}
-    found = {}
-    for name in [f"{head}.{part}" for head in HEADS for part in ("weight", "bias")]:
-        if name in files:
-            with safe_open(files[name], "pt") as handle:
-                found[name.rpartition(".")[2]] = handle.get_tensor(name)
-    return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MethodType
@@ -231,6 +231,9 @@ def _new_adapters(model: Any, rank: int, alpha: int, target_modules: Sequence[st
             f"model.target_modules has {', '.join(experts)}, which peft takes for the experts of "
             f"{type(model).__name__}; adapters of experts cannot be merged here: leave these names out"
         )
+    task = "CAUSAL_LM"  # what peft opens the adapter as
+    if isinstance(model, ValueModel):
+        task = "SEQ_CLS" if model.reward else "TOKEN_CLS"
     config = peft.LoraConfig(
         r=rank,
         lora_alpha=alpha,
@@ -238,19 +241,12 @@ def _new_adapters(model: Any, rank: int, alpha: int, target_modules: Sequence[st
         lora_dropout=0.0,
         bias="none",
         fan_in_fan_out=bool(transposed_weights(model)),
-        task_type=_task(model),
+        task_type=task,
         base_model_name_or_path=base_path or None,
     )
     with _placeholder_weights(model):
         peft.inject_adapter_in_model(config, model, adapter_name=ADAPTER)
     return config
-
-
-def _task(model: Any) -> str:
-    """What peft opens the adapter as."""
-    if not isinstance(model, ValueModel):
-        return "CAUSAL_LM"
-    return "SEQ_CLS" if model.reward else "TOKEN_CLS"
 
 
 @contextmanager
@@ -323,6 +319,12 @@ def merge_lora(
     return (weight.float() + (delta.t() if transpose else delta).to(weight.device)).to(weight.dtype)
 
 
+def lora_scale(settings: Mapping[str, Any]) -> float:
+    """What an adapter's product is multiplied by, from its `adapter_config.json`."""
+    rank = int(settings["r"])
+    return float(settings["lora_alpha"]) / (rank**0.5 if settings.get("use_rslora") else rank)
+
+
 def merged_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Every weight, unsharded, under the name it had before adapters, with the adapter's product added."""
     deltas = {f"{name}.base_layer.weight": module for name, module in adapted_layers(model)}
@@ -365,9 +367,26 @@ def save_adapter(model: Any, folder: Path, write: bool = True) -> None:
 def merge_adapter(model: nn.Module, folder: Path) -> int:
     """Add the adapter's products to the model's weights, in place; how many weights were changed. Refused unless every
     tensor of the adapter can be used."""
-    settings = _adapter_settings(folder)
-    tensors = _adapter_tensors(folder)
-    scale = settings["lora_alpha"] / (settings["r"] ** 0.5 if settings.get("use_rslora") else settings["r"])
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        settings: dict[str, Any] = read_json(folder / "adapter_config.json")
+        rank = int(settings["r"])
+        scale = lora_scale(settings) if rank > 0 else 0.0
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{folder / 'adapter_config.json'} cannot be understood: {error!r}") from error
+    special = [name for name in UNSUPPORTED if settings.get(name)]
+    if rank < 1 or special:
+        raise ModelError(
+            f"the adapter {folder} uses {special[0] if special else f'r={rank}'}, which cannot be merged here; merge "
+            "it with peft (merge_and_unload) and set model.path to the result"
+        )
+    path = folder / "adapter_model.safetensors"
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"no adapter can be read from {path}: {error}") from error
     names = {name.removesuffix(_A) for name in tensors if name.endswith(_A)}
     unused = [name for name in tensors if not name.endswith((_A, _B)) or name[: -len(_A)] not in names]
     if unused:
@@ -391,29 +410,3 @@ def merge_adapter(model: nn.Module, folder: Path) -> int:
         with torch.no_grad():
             weight.copy_(merge_lora(weight, lora_a, lora_b, scale, transpose=transpose))
     return len(names)
-
-
-def _adapter_settings(folder: Path) -> dict[str, Any]:
-    try:
-        settings: dict[str, Any] = read_json(folder / "adapter_config.json")
-        rank, _ = int(settings["r"]), float(settings["lora_alpha"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"{folder / 'adapter_config.json'} cannot be understood: {error!r}") from error
-    special = [name for name in UNSUPPORTED if settings.get(name)]
-    if rank < 1 or special:
-        raise ModelError(
-            f"the adapter {folder} uses {special[0] if special else f'r={rank}'}, which cannot be merged here; merge "
-            "it with peft (merge_and_unload) and set model.path to the result"
-        )
-    return settings
-
-
-def _adapter_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    path = folder / "adapter_model.safetensors"
-    try:
-        return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"no adapter can be read from {path}: {error}") from error

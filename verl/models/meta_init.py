@@ -54,7 +54,11 @@ def locate_parameters(
     """For every parameter; real ones stay as they are. Names in the files may lack or have the prefix of the backbone.
     `conversions` is how transformers converts the weights on loading."""
     shapes = files.shapes
-    stored = _stored_names(files, conversions)
+    # The names of the files' tensors, by those that transformers gives them before it joins any.
+    stored = {name: name for name in files}
+    for change in conversions:
+        if not getattr(change, "operations", None):
+            stored = {change.rename_source_key(name)[0]: own for name, own in stored.items()}
     joined = _joined(stored, conversions)
     found: dict[str, Location] = {}
     for name, param in model.named_parameters():
@@ -72,24 +76,15 @@ def locate_parameters(
     return found
 
 
-def _stored_names(files: SafetensorsFiles, conversions: Sequence[Any]) -> dict[str, str]:
-    """The names of the files' tensors, by those that transformers gives them before it joins any."""
-    names = {name: name for name in files}
-    for change in conversions:
-        if not hasattr(change, "rename_source_key"):
-            raise CannotStream("this version of transformers has no conversion mapping")
-        if not getattr(change, "operations", None):
-            names = {change.rename_source_key(name)[0]: stored for name, stored in names.items()}
-    return names
-
-
 def _joined(stored: Mapping[str, str], conversions: Sequence[Any]) -> dict[str, Location]:
     found: dict[str, Location] = {}
     for change in conversions:
         if not getattr(change, "operations", None):
             continue
         sources: dict[str, dict[str, list[str]]] = {}
-        for name in sorted(stored, key=_by_number):
+        # Expert 10 comes after expert 9.
+        numbered = {n: [(int(k), "") if k.isdigit() else (-1, k) for k in n.split(".")] for n in stored}
+        for name in sorted(stored, key=numbered.__getitem__):
             target, pattern = change.rename_source_key(name)
             if pattern is None:
                 continue
@@ -108,18 +103,10 @@ def _joined(stored: Mapping[str, str], conversions: Sequence[Any]) -> dict[str, 
 
 def _joins_experts(change: Any) -> bool:
     """Whether it stacks experts and, within an expert, concatenates matrices, and does nothing else."""
-    steps = [
-        (type(step).__name__, getattr(step, "dim", None))
-        for step in getattr(change, "operations", None) or ()
-    ]
+    steps = [(type(step).__name__, getattr(step, "dim", None)) for step in change.operations]
     stack, concatenate = ("MergeModulelist", 0), ("Concatenate", 1)
     wanted = [stack] if len(change.source_patterns) == 1 else [stack, concatenate]
     return steps == wanted and len(change.target_patterns) == 1
-
-
-def _by_number(name: str) -> list[tuple[int, str]]:
-    """Expert 10 comes after expert 9."""
-    return [(int(key), "") if key.isdigit() else (-1, key) for key in name.split(".")]
 
 
 class ParameterIndex:
@@ -191,32 +178,17 @@ def _empty_model(auto_class: Any, path: str, config: Any, dtype: torch.dtype, re
         raise ModelError(f"no model can be built from {path!r}: {problem} (model.path)") from error
     model.config.name_or_path = path
     model.eval()
-    if model.can_generate():
-        _read_generation_config(model, path)
+    file = model_file(path, "generation_config.json") if model.can_generate() else None
+    if file is not None:
+        from transformers import GenerationConfig
+
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(str(file.parent))
+        except Exception as error:  # it may hold anything
+            raise ModelError(
+                f"{str(file)!r} cannot be used: {error}. Repair or remove it (model.path)"
+            ) from error
     return model
-
-
-def _read_generation_config(model: Any, path: str) -> None:
-    from transformers import GenerationConfig
-
-    file = model_file(path, "generation_config.json")
-    if file is None:
-        return
-    try:
-        model.generation_config = GenerationConfig.from_pretrained(str(file.parent))
-    except Exception as error:  # it may hold anything
-        raise ModelError(
-            f"{str(file)!r} cannot be used: {error}. Repair or remove it (model.path)"
-        ) from error
-
-
-def _conversions(model: Any) -> list[Any]:
-    """How transformers converts this model's weights on loading."""
-    try:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-    except ImportError:
-        raise CannotStream("this version of transformers has no conversion mapping") from None
-    return list(get_model_conversion_mapping(model, add_legacy=False))
 
 
 def _check(model: Any, files: SafetensorsFiles, dtype: torch.dtype) -> None:
@@ -237,7 +209,7 @@ def open_causal_lm(path: str, *, dtype: torch.dtype, **options: Any) -> tuple[nn
     from transformers import AutoModelForCausalLM
 
     model, files = _opened(AutoModelForCausalLM, path, dtype, **options)
-    return model, _index(model, model.base_model_prefix, files, _conversions(model), dtype)
+    return model, _index(model, model, model.base_model_prefix, files, dtype)
 
 
 def open_value_model(
@@ -248,7 +220,7 @@ def open_value_model(
 
     backbone, files = _opened(AutoModel, path, dtype, **options)
     model = with_saved_head(ValueModel(backbone, reward=reward), path, dtype)
-    return model, _index(model, model.prefix, files, _conversions(backbone), dtype)
+    return model, _index(model, backbone, model.prefix, files, dtype)
 
 
 def _opened(
@@ -266,8 +238,11 @@ def _opened(
 
 
 def _index(
-    model: Any, prefix: str, files: SafetensorsFiles, conversions: Sequence[Any], dtype: torch.dtype
+    model: Any, backbone: Any, prefix: str, files: SafetensorsFiles, dtype: torch.dtype
 ) -> ParameterIndex:
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    conversions = get_model_conversion_mapping(backbone, add_legacy=False)
     locations = locate_parameters(model, prefix, files, conversions)
     disable_dropout(model)
     return ParameterIndex(files, locations, dtype)

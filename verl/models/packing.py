@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,8 +22,10 @@ from verl.models.attention import AttentionContext, Backend, PackedAttention, Sh
 from verl.models.fused_linear import HeadOptions, fused_head
 from verl.models.introspection import backbone_of, output_head
 from verl.models.rope import row_lengths
-from verl.models.ulysses import SequenceGroup, UlyssesAttention, sum_over_group
 from verl.models.value_model import ValueModel
+
+if TYPE_CHECKING:
+    from verl.models.ulysses import SequenceGroup
 
 FORWARD_METHODS = ("verl_forward", "verl_run")
 """What `attach` gives a model, and what FSDP2 gathers the root's parameters for, as for `forward`."""
@@ -71,6 +73,8 @@ class Pack:
         more = values.shape[1:]
         flat = values.new_zeros(self.rows * self.width, *more).index_copy(0, self.slot, values)
         if self.sequence is not None:
+            from verl.models.ulysses import sum_over_group
+
             flat = sum_over_group(flat, self.sequence)
         return flat.view(self.rows, self.width, *more)
 
@@ -262,6 +266,8 @@ def part_of(whole: Pack, sequence: SequenceGroup, device: torch.device) -> Pack:
     """This rank's tokens of a pack on the host, for `device`; outputs are computed by the rank that has their source.
 
     The pack is first padded with a sequence of its own, so that all ranks have equally many tokens."""
+    from verl.models.ulysses import UlyssesAttention
+
     assert isinstance(whole.attention, PackedAttention) and whole.row_lengths is not None
     tokens = whole.input_ids.shape[1]
     each = -(-tokens // sequence.size)

@@ -14,6 +14,7 @@ configurations that `from_pretrained` loads, and a model that was trained must b
 from __future__ import annotations
 
 import copy
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,13 @@ def write_config(folder: Path, config: Any, model: Any = None) -> None:
     generation = getattr(model, "generation_config", None)
     if generation is not None:
         generation.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
+
+
+def set_in_config(folder: Path, **entries: Any) -> None:
+    """Replace entries of a folder's config.json."""
+    path = folder / "config.json"
+    document = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(document | entries, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 HEADS = ("score", "classifier")

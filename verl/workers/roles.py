@@ -15,7 +15,6 @@ from verl.config.roles import ACTOR, Role, refreshed
 from verl.data.assemble import assemble_rollouts
 from verl.data.proto import DataProto, object_column
 from verl.errors import ModelError
-from verl.models.distillation import Teacher
 from verl.observe.metrics import Metric
 from verl.rollout.base import GenerationSettings, SamplingParams
 from verl.workers.shard_batch import TOKEN_ROW
@@ -23,6 +22,7 @@ from verl.workers.shard_batch import TOKEN_ROW
 if TYPE_CHECKING:
     from verl.config.schema import ActorConfig, PPOConfig, RolloutConfig
     from verl.engines.base import ModelOutput, TrainEngine
+    from verl.models.distillation import Teacher
 
 OnFinish = Callable[[int, Any], None]
 """Called with the row in the batch and its response (or conversation), as each finishes."""
@@ -311,6 +311,8 @@ class TeacherRole(RoleWorker):
     """The model that the policy is distilled from."""
 
     def connect(self, role: Role, config: PPOConfig, workers: Mapping[str, RoleWorker], tokens: int) -> None:
+        from verl.models.distillation import Teacher
+
         actor = workers[ACTOR]
         assert isinstance(actor, ActorRole)
         theirs, own = self.engine.info.vocab_size, actor.engine.info.vocab_size

@@ -62,14 +62,6 @@ def _tensor_folder(local_dir: Path) -> Path | None:
     return next((folder for folder in folders if (folder / METADATA).is_file()), None)
 
 
-def _head_counts(config: Any) -> tuple[int, int, int]:
-    """Groups of attention heads (one key and one value head each), query heads in a group, size of a head."""
-    heads = config.num_attention_heads
-    groups = getattr(config, "num_key_value_heads", None) or heads
-    head = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return groups, heads // groups, head
-
-
 def _split_qkv(fused: torch.Tensor, which: str, counts: tuple[int, int, int]) -> torch.Tensor:
     """The rows of queries, keys or values out of the joined matrix or bias."""
     groups, queries, head = counts
@@ -112,10 +104,19 @@ class MegatronReader(CheckpointReader):
                 f"{config.model_type!r} models cannot be read from a Megatron checkpoint; "
                 f"known: {', '.join(MODEL_TYPES)}"
             )
-        self._heads = _head_counts(config)
+        heads = config.num_attention_heads
+        groups = getattr(config, "num_key_value_heads", None) or heads
+        size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        self._heads = groups, heads // groups, size
+        """Groups of attention heads (one key and one value head each), query heads in a group, size of a head."""
         self._layers = int(config.num_hidden_layers)
         self._tensors = tensors
-        self._by_name = {_strip_wrappers(key): key for key in tensors.tensors if not _NOT_WEIGHTS.search(key)}
+        # Without the prefixes that wrappers add.
+        self._by_name = {
+            re.sub(r"^((model\d*|module)\.)+", "", key): key
+            for key in tensors.tensors
+            if not _NOT_WEIGHTS.search(key)
+        }
         for key in self._by_name.values():
             if tensors.tensors[key].dtype not in DTYPES.values():
                 raise CheckpointError(
@@ -195,11 +196,6 @@ class MegatronReader(CheckpointReader):
             half = _HALVES[stem]
             yield _Rows(f"mlp.linear_fc1.{kind}", half * shape[0], shape[0], total=2 * shape[0])
             yield _Rows(f"mlp.linear_fc1.{kind}_{'wv'[half]}", total=shape[0])
-
-
-def _strip_wrappers(key: str) -> str:
-    """Without the prefixes that wrappers add."""
-    return re.sub(r"^((model\d*|module)\.)+", "", key)
 
 
 _VOCABULARY = {  # Megatron pads it

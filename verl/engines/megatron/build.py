@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import nn
 
-from verl.config.megatron import MEGATRON_MODELS
-from verl.config.parallelism import Layout, divisors, layout_of
+from verl.config.capabilities import strategy_spec
+from verl.config.parallelism import Layout, layout_of
+from verl.config.roles import ModelRole
 from verl.engines.base import no_adapters
 from verl.engines.build import load_model, open_model
 from verl.engines.megatron.engine import MegatronEngine
 from verl.engines.megatron.groups import groups_of
-from verl.engines.megatron.layers import is_mixture
 from verl.engines.megatron.model import StageModel
 from verl.engines.megatron.optimizer import StageAdamW
 from verl.engines.megatron.pipeline import PipelineRunner
@@ -56,7 +55,7 @@ def build_megatron(
         hf, index = open_model(settings) or _on_meta(settings, load_model(settings, torch.device("cpu")))
     else:
         hf, index = _taken(settings, model)
-    check_layout(hf.config.get_text_config(), layout, ranks.world_size)
+    check_layout(model_cfg, role_cfg, hf.config.get_text_config(), layout, ranks.world_size)
     groups = groups_of(layout)
     stage = StageModel(
         hf,
@@ -100,63 +99,40 @@ def _runner(
 ) -> MicroBatchRunner:
     groups, layout, config = stage.groups, stage.groups.layout, hf.config.get_text_config()
     weights = sum(count for layer in decoder_layers(hf) for _, count in token_weights(layer, config))
-    options = settings.runner_options(weights / config.num_hidden_layers / layout.tp)
+    sequence = optimizer = None
     if layout.cp > 1:
-        options["sequence"] = SequenceGroup(groups.cp, groups.cp_rank, layout.cp, gradient_scale=1.0)
+        sequence = SequenceGroup(groups.cp, groups.cp_rank, layout.cp, gradient_scale=1.0)
     if settings.schedule is not None:
-        options["optimizer"] = StageAdamW(stage, table, **settings.optimizer_options())
-    options |= {"longest": position_limit(hf), "halts_on_oom": layout.model_ranks * layout.ep > 1}
-    if layout.pp > 1:
-        return PipelineRunner(stage, ranks, groups=groups, **options)
-    return MicroBatchRunner(stage, ranks, **options)
+        optimizer = StageAdamW(stage, table, **settings.optimizer_options())
+    options = settings.runner_options(
+        weights / config.num_hidden_layers / layout.tp,
+        sequence=sequence,
+        optimizer=optimizer,
+        longest=position_limit(hf),
+        halts_on_oom=layout.model_ranks * layout.ep > 1,
+    )
+    return (PipelineRunner if layout.pp > 1 else MicroBatchRunner)(stage, ranks, options)
 
 
-def check_layout(hf: Any, layout: Layout, world: int) -> None:
-    """Refuse what cannot be split, with the sizes that can."""
-    if hf.model_type not in MEGATRON_MODELS:
-        raise ModelError(
-            f"strategy=megatron knows {', '.join(MEGATRON_MODELS)}, not {hf.model_type!r}; set strategy=fsdp"
-        )
+def check_layout(model_cfg: Any, role_cfg: Any, hf: Any, layout: Layout, world: int) -> None:
+    """Refuse what cannot be split: a model given in memory has not been checked with the config."""
     if layout.world_size != world:
         raise ConfigError(
             f"megatron sizes: {world} ranks are no multiple of tensor {layout.tp} x pipeline {layout.pp} x context "
             f"{layout.cp} = {layout.model_ranks}"
         )
+    fits = strategy_spec("megatron").fits
+    assert fits is not None
+    for problem in fits(ModelRole("role", role_cfg, "model", model_cfg, layout), hf.to_dict()):
+        raise ConfigError(problem)
     if hf.hidden_act != "silu":
         raise ModelError(
             f"strategy=megatron knows hidden_act='silu', the model's is {hf.hidden_act!r}; set strategy=fsdp"
         )
-    heads, keys = int(hf.num_attention_heads), int(hf.num_key_value_heads)
-    experts = int(getattr(hf, "num_local_experts", None) or getattr(hf, "num_experts", None) or 1)
-    if not is_mixture(hf):
-        experts = 1
-    for key, size, number, what in (
-        (
-            "tensor_model_parallel_size",
-            layout.tp,
-            math.gcd(heads, keys),
-            f"{heads} and {keys} key-value heads",
-        ),
-        (
-            "tensor_model_parallel_size",
-            layout.tp,
-            hf.intermediate_size,
-            f"{hf.intermediate_size} MLP columns",
-        ),
-        ("pipeline_model_parallel_size", layout.pp, hf.num_hidden_layers, f"{hf.num_hidden_layers} layers"),
-        ("context_parallel_size", layout.cp, heads // layout.tp, f"{heads // layout.tp} heads of each rank"),
-        ("expert_model_parallel_size", layout.ep, experts, f"{experts} experts"),
-        ("expert_model_parallel_size", layout.ep, layout.dp * layout.cp, "ranks with the same dense weights"),
-    ):
-        if number % size:
-            raise ConfigError(
-                f"megatron.{key}={size} does not divide the {what}; values that work: "
-                f"{', '.join(str(n) for n in divisors(number))}"
-            )
-    if is_mixture(hf) and layout.tp > 1:
+    if layout.dp * layout.cp % layout.ep:
         raise ConfigError(
-            "megatron.tensor_model_parallel_size must be 1 for a mixture of experts; split the experts by "
-            "megatron.expert_model_parallel_size"
+            f"megatron.expert_model_parallel_size={layout.ep} does not divide the {layout.dp * layout.cp} ranks with "
+            "the same dense weights"
         )
 
 

@@ -60,19 +60,17 @@ class StageTensors:
     def each(self, ties: bool = True) -> NamedTensors:
         """`ties`: a tied weight under each of its names, else under the first. Every rank iterates to the end."""
         for name, first in self._names.items():
-            if ties or name == first:
-                yield name, self._tensor(first)
-
-    def _tensor(self, name: str) -> torch.Tensor:
-        groups, stage = self._groups, self._stage[name]
-        if stage == groups.stage:
-            tensor = self._gathered(self._places[name])
-        else:
-            device = next(self._model.parameters()).device
-            tensor = torch.empty(self.shapes[name], dtype=self.dtype, device=device)
-        if groups.pp is not None:
-            dist.broadcast(tensor, groups.stage_rank(stage), group=groups.pp)
-        return tensor
+            if not ties and name != first:
+                continue
+            groups, stage = self._groups, self._stage[first]
+            if stage == groups.stage:
+                tensor = self._gathered(self._places[first])
+            else:
+                device = next(self._model.parameters()).device
+                tensor = torch.empty(self.shapes[first], dtype=self.dtype, device=device)
+            if groups.pp is not None:
+                dist.broadcast(tensor, groups.stage_rank(stage), group=groups.pp)
+            yield name, tensor
 
     def _gathered(self, place: Place) -> torch.Tensor:
         local = place.view(self._model.get_parameter(place.parameter).detach()).to(self.dtype)
@@ -171,33 +169,23 @@ def _mesh(groups: ParallelGroups, expert: bool, device_type: str) -> DeviceMesh:
     return DeviceMesh.from_group(found, device_type, ranks.t().squeeze().contiguous(), mesh_dim_names=dims)
 
 
-def _dtensor(
-    tensor: torch.Tensor,
-    groups: ParallelGroups,
-    placements: tuple[Placement, Placement],
-    shape: tuple[int, ...],
-    expert: bool = False,
+def as_dtensor(
+    place: Place | None, tensor: torch.Tensor, groups: ParallelGroups, rows_sharded: bool = False
 ) -> DTensor:
-    mesh = _mesh(groups, expert, tensor.device.type)
-    dims = mesh.mesh_dim_names or ()
-    kept = [kind for name, kind in zip(("split", "replicas"), placements, strict=True) if name in dims]
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
-        tensor, mesh, kept or [Replicate()], run_check=False, shape=torch.Size(shape), stride=stride
-    )
-
-
-def as_dtensor(place: Place, tensor: torch.Tensor, groups: ParallelGroups, rows_sharded: bool) -> DTensor:
     """This rank's part of a weight or moment, without a copy. `rows_sharded`: the ranks that hold the same part of the
-    weight have a chunk of its rows each, and `tensor` is this rank's."""
-    split = Replicate() if place.split is None else Shard(place.split)
-    rows = Shard(0) if rows_sharded else Replicate()
-    return _dtensor(tensor, groups, (split, rows), place.shape, place.expert)
-
-
-def replicated(tensor: torch.Tensor, groups: ParallelGroups) -> DTensor:
-    """What every rank of this stage has the same of, such as the count of steps of a weight."""
-    return _dtensor(tensor, groups, (Replicate(), Replicate()), tuple(tensor.shape))
+    weight have a chunk of its rows each, and `tensor` is this rank's. Without a place every rank of this stage has the
+    same, such as the count of steps of a weight."""
+    mesh = _mesh(groups, place is not None and place.expert, tensor.device.type)
+    kinds: dict[str, Placement] = {
+        "split": Replicate(),
+        "replicas": Shard(0) if rows_sharded else Replicate(),
+    }
+    if place is not None and place.split is not None:
+        kinds["split"] = Shard(place.split)
+    shape = torch.Size(tensor.shape if place is None else place.shape)
+    stride = torch.empty(shape, device="meta").stride()
+    kept = [kinds[name] for name in mesh.mesh_dim_names or ()] or [Replicate()]
+    return DTensor.from_local(tensor, mesh, kept, run_check=False, shape=shape, stride=stride)
 
 
 def elsewhere(shapes: Mapping[str, tuple[int, ...]], own: Container[str]) -> dict[str, torch.Tensor]:
@@ -267,19 +255,14 @@ class MegatronEngine(RunnerEngine):
             for key, values in state["optimizer"].items():
                 counts = key == "step"
                 own = {
-                    name: replicated(value, self._groups)
-                    if counts
-                    else as_dtensor(table[name], value, self._groups, rows_sharded=True)
+                    name: as_dtensor(None if counts else table[name], value, self._groups, not counts)
                     for name, value in values.items()
                 }
-                state["optimizer"][key] = own | elsewhere(self._trained_shapes(counts), own)
+                shapes = {n: () if counts else shape for n, shape in self.tensors.shapes.items()}
+                if self._settings.model.freeze_embeddings:
+                    shapes.pop("model.embed_tokens.weight", None)
+                state["optimizer"][key] = own | elsewhere(shapes, own)
         return state
-
-    def _trained_shapes(self, counts: bool) -> dict[str, tuple[int, ...]]:
-        """Of the moments of all trained weights, on any stage; `counts`: of their step counts."""
-        frozen = {"model.embed_tokens.weight"} if self._settings.model.freeze_embeddings else set()
-        shapes = self.tensors.shapes
-        return {name: () if counts else shape for name, shape in shapes.items() if name not in frozen}
 
     def load_state(self, state: TrainState) -> None:
         optimizer = {

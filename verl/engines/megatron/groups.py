@@ -32,7 +32,7 @@ class ParallelGroups:
         self.layout = layout
         self.rank = dist.get_rank()
         self.tp_rank = self._tp(self.rank)
-        self.cp_rank = self._cp(self.rank)
+        self.cp_rank = self.rank // layout.tp % layout.cp
         self.dp_rank = layout.data_rank(self.rank)
         self.stage = layout.stage(self.rank)
         self.first, self.last = self.stage == 0, self.stage == layout.pp - 1
@@ -76,9 +76,6 @@ class ParallelGroups:
 
     def _tp(self, rank: int) -> int:
         return rank % self.layout.tp
-
-    def _cp(self, rank: int) -> int:
-        return rank // self.layout.tp % self.layout.cp
 
     def _replica(self, rank: int) -> int:
         """Within a stage and a tensor-parallel rank: cp inside dp."""

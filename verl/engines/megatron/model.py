@@ -75,7 +75,11 @@ class StageModel(nn.Module):
     def forward(self, pack: Pack, hidden: torch.Tensor | None = None) -> torch.Tensor:
         """The hidden states [N, 1, hidden] after this stage's layers; `hidden`: those of the stage before."""
         if hidden is None:
-            hidden = self._embedded(pack.input_ids)
+            hidden = self.gpt.embedding(input_ids=pack.input_ids, position_ids=None)
+            if self._padding is not None and torch.is_grad_enabled():
+                # As in transformers, the padding token's row gets no gradient where the token is an input.
+                padding = (pack.input_ids == self._padding).view(-1, 1, 1)
+                hidden = torch.where(padding, hidden.detach(), hidden)
         with row_lengths(pack.row_lengths):
             rotary = self._rotary[0](hidden, pack.position_ids)
         for layer in self.gpt.decoder.layers:
@@ -85,13 +89,6 @@ class StageModel(nn.Module):
             else:
                 hidden = run(hidden)
         assert hidden is not None
-        return hidden
-
-    def _embedded(self, ids: torch.Tensor) -> torch.Tensor:
-        hidden: torch.Tensor = self.gpt.embedding(input_ids=ids, position_ids=None)
-        if self._padding is not None and torch.is_grad_enabled():
-            # As in transformers, the padding token's row gets no gradient where the token is an input.
-            hidden = torch.where((ids == self._padding).view(-1, 1, 1), hidden.detach(), hidden)
         return hidden
 
     def head(
@@ -105,7 +102,8 @@ class StageModel(nn.Module):
             return {"values": values.sum(dim=-1)}
         hidden = copy_to_tensor_model_parallel_region(hidden, group=self.groups.megatron_tp)
         shard = self.vocabulary_shard
-        weight = self.output_weight
+        embedding = self.gpt.embedding.word_embeddings if self.tied and self.groups.first else None
+        weight = (embedding or self.gpt.output_layer).weight
         weight = weight if weight.shape[0] == shard.rows else weight[: shard.rows]
         out = fused_head(hidden, weight, pack.target, options=options, shard=shard)
         named = {"log_probs": out.log_probs, "entropy": out.entropy, "sum_pi_squared": out.sum_pi_squared}
@@ -114,12 +112,6 @@ class StageModel(nn.Module):
     def verl_forward(self, pack: Pack, options: HeadOptions | None) -> dict[str, torch.Tensor]:
         """A whole pass, where there is one stage."""
         return self.head(pack, self(pack), options)
-
-    @property
-    def output_weight(self) -> torch.Tensor:
-        if self.tied and self.groups.first:
-            return self.gpt.embedding.word_embeddings.weight  # type: ignore[no-any-return]
-        return self.gpt.output_layer.weight  # type: ignore[no-any-return]
 
     @property
     def vocabulary_shard(self) -> VocabularyShard:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from verl.config.parallelism import bubble_share
 from verl.data.proto import DataProto
 from verl.engines.base import LossFn
+from verl.engines.budget import OOMReport, PassKind
 from verl.engines.megatron.groups import ParallelGroups
 from verl.engines.megatron.model import StageModel
 from verl.engines.microbatch_runner import (
@@ -26,17 +27,18 @@ from verl.engines.microbatch_runner import (
     PROBE_OPTIONS,
     MicroBatchRunner,
     OutputsOf,
-    PassKind,
+    RunnerOptions,
     sum_of,
 )
-from verl.engines.out_of_memory import OOMReport
 from verl.engines.sharding import EngineRanks
 from verl.errors import TrainingHalted
-from verl.models.distillation import Teacher
 from verl.models.fused_linear import HeadOptions
 from verl.models.packability import first_line
 from verl.models.packing import Pack
 from verl.observe.metrics import Metric
+
+if TYPE_CHECKING:
+    from verl.models.distillation import Teacher
 
 log = logging.getLogger(__name__)
 
@@ -96,18 +98,16 @@ class _Running:
 class PipelineRunner(MicroBatchRunner):
     """The passes of one stage. All stages of a model get the same rows."""
 
-    def __init__(
-        self, model: StageModel, ranks: EngineRanks, *, groups: ParallelGroups, **options: Any
-    ) -> None:
-        """`options`: as for `MicroBatchRunner`."""
-        super().__init__(model, ranks, **options)
-        self._groups = groups
+    def __init__(self, model: StageModel, ranks: EngineRanks, options: RunnerOptions) -> None:
+        super().__init__(model, ranks, options)
+        self._groups = model.groups
         self._warned: set[PassKind] = set()
         # NCCL sets a group up in its first operation, for which all of its ranks must come together.
-        dist.all_reduce(torch.zeros(1, device=self.device), group=groups.pp)
+        dist.all_reduce(torch.zeros(1, device=self.device), group=self._groups.pp)
 
     def _link(self) -> _Link:
-        return _Link(self._groups, self._hidden_size, next(self._model.parameters()).detach())
+        hidden_size = int(self._text_config.hidden_size)
+        return _Link(self._groups, hidden_size, next(self._model.parameters()).detach())
 
     def _packs(self, batch: DataProto, splits: list[list[int]]) -> Iterator[Pack]:
         for rows in splits:
@@ -115,7 +115,7 @@ class PipelineRunner(MicroBatchRunner):
 
     def _checked_split(self, batch: DataProto, kind: PassKind) -> list[list[int]]:
         together = int(batch.meta_info.get("rows_together", 1))
-        splits = self._split(list(range(len(batch))), self.token_counts(batch), kind, together)
+        splits = self._micro_batches.split(list(range(len(batch))), self.token_counts(batch), kind, together)
         stages = self._groups.layout.pp
         if len(splits) < stages and kind not in self._warned:
             self._warned.add(kind)
@@ -151,7 +151,14 @@ class PipelineRunner(MicroBatchRunner):
         self._model.eval()
         splits = self._checked_split(batch, "forward")
         shape = (len(batch), batch.batch["response_mask"].shape[1])
-        outputs = {name: torch.zeros(shape, device=self.device) for name in self._output_names(options)}
+        options = options or HeadOptions()
+        asked = {
+            "log_probs": True,
+            "entropy": options.with_entropy,
+            "sum_pi_squared": options.with_sum_pi_squared,
+        }
+        names = ["values"] if self._model.value_head else [name for name, wanted in asked.items() if wanted]
+        outputs = {name: torch.zeros(shape, device=self.device) for name in names}
 
         def take(at: int, packed: Pack, found: Outputs) -> None:
             if splits[at]:
@@ -167,17 +174,6 @@ class PipelineRunner(MicroBatchRunner):
                     values, self._groups.stage_rank(self._groups.layout.pp - 1), group=self._groups.pp
                 )
         return {name: values.cpu() for name, values in outputs.items()}
-
-    def _output_names(self, options: HeadOptions | None) -> list[str]:
-        if self._model.value_head:
-            return ["values"]
-        options = options or HeadOptions()
-        asked = {
-            "log_probs": True,
-            "entropy": options.with_entropy,
-            "sum_pi_squared": options.with_sum_pi_squared,
-        }
-        return [name for name, wanted in asked.items() if wanted]
 
     def _stream(
         self, packs: Iterator[Pack], options: HeadOptions | None, take: Callable[[int, Pack, Outputs], None]

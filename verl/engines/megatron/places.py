@@ -7,7 +7,7 @@ checkpoints and the optimiser (its state is kept under Hugging Face names) all g
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -64,30 +64,26 @@ class Place:
         return tuple(sizes)
 
 
-def places(model: StageModel, prefix: str = "model") -> list[Place]:
-    """The table of this rank's stage, in the order of the Hugging Face state dict. `prefix`: of the backbone."""
-    return list(_places(model, prefix))
-
-
-def _places(model: StageModel, prefix: str) -> Iterator[Place]:
-    hf, groups = model.config, model.groups
-    hidden = int(hf.hidden_size)
+def places(model: StageModel) -> list[Place]:
+    """The table of this rank's stage, in the order of the Hugging Face state dict."""
+    hf, groups, embedding = model.config, model.groups, "model.embed_tokens.weight"
+    hidden, each = int(hf.hidden_size), hf.num_hidden_layers // groups.layout.pp
+    table: list[Place] = []
     if groups.first:
-        yield _vocabulary(model, f"{prefix}.embed_tokens.weight", "gpt.embedding.word_embeddings.weight")
-    each = hf.num_hidden_layers // groups.layout.pp
+        table.append(_vocabulary(model, embedding, "gpt.embedding.word_embeddings.weight"))
     for at in range(each):
-        layer = f"{prefix}.layers.{groups.stage * each + at}"
-        yield from _layer(model, layer, f"gpt.decoder.layers.{at}")
+        table += _layer(model, f"model.layers.{groups.stage * each + at}", f"gpt.decoder.layers.{at}")
     if not groups.last:
-        return
-    yield Place(f"{prefix}.norm.weight", "gpt.decoder.final_layernorm.weight", 0, hidden, (hidden,))
+        return table
+    table.append(Place("model.norm.weight", "gpt.decoder.final_layernorm.weight", 0, hidden, (hidden,)))
     if model.value_head:
-        yield Place("score.weight", "score.weight", 0, 1, (1, hidden))
-        yield Place("score.bias", "score.bias", 0, 1, (1,))
+        table.append(Place("score.weight", "score.weight", 0, 1, (1, hidden)))
+        table.append(Place("score.bias", "score.bias", 0, 1, (1,)))
     elif not model.tied:
-        yield _vocabulary(model, "lm_head.weight", "gpt.output_layer.weight")
+        table.append(_vocabulary(model, "lm_head.weight", "gpt.output_layer.weight"))
     elif not groups.first:
-        yield _vocabulary(model, f"{prefix}.embed_tokens.weight", "gpt.output_layer.weight", duplicate=True)
+        table.append(_vocabulary(model, embedding, "gpt.output_layer.weight", duplicate=True))
+    return table
 
 
 def _vocabulary(model: StageModel, name: str, parameter: str, duplicate: bool = False) -> Place:
@@ -138,23 +134,16 @@ def _layer(model: StageModel, name: str, parameter: str) -> Iterator[Place]:
         for which in ("q", "k"):
             yield vector(f"self_attn.{which}_norm", f"self_attention.{which}_layernorm", head, tp > 1)
     if "mlp.gate.weight" in own:
-        yield from _mixture(model, name, parameter)
+        experts = int(hf.num_experts)
+        for weight, tensor in model.get_submodule(f"{parameter}.mlp").named_parameters():
+            names = f"{name}.mlp.{weight}", f"{parameter}.mlp.{weight}"
+            place = Place(*names, 0, tensor.shape[0], (experts, *tensor.shape[1:]))
+            if weight.startswith("experts."):
+                place = replace(place, split=0, part=groups.ep_rank, parts=groups.layout.ep, expert=True)
+            yield place
     else:
         size = int(hf.intermediate_size)
         yield from rows("mlp", "linear_fc1", {"mlp.gate_proj": size, "mlp.up_proj": size}, hidden)
         yield from columns("mlp", "linear_fc2", "mlp.down_proj", size)
     yield vector("input_layernorm", "input_layernorm", hidden)
     yield vector("post_attention_layernorm", "pre_mlp_layernorm", hidden)
-
-
-def _mixture(model: StageModel, name: str, parameter: str) -> Iterator[Place]:
-    """Of the mixture in the layer `name` of the Hugging Face model, which is `parameter` of the stage."""
-    groups, layer = model.groups, model.get_submodule(f"{parameter}.mlp")
-    experts = int(model.config.num_experts)
-    for weight, own in layer.named_parameters():
-        shape = (experts, *own.shape[1:])
-        name_and_rows = (f"{name}.mlp.{weight}", f"{parameter}.mlp.{weight}", 0, own.shape[0], shape)
-        if weight.startswith("experts."):
-            yield Place(*name_and_rows, split=0, part=groups.ep_rank, parts=groups.layout.ep, expert=True)
-        else:
-            yield Place(*name_and_rows)

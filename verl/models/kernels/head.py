@@ -8,9 +8,14 @@ Shapes: M rows (tokens), C columns (a slice of the vocabulary that begins at `fi
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
+
+if TYPE_CHECKING:
+    from verl.models.fused_linear import HeadOptions
 
 
 @triton.jit
@@ -114,8 +119,7 @@ def fold_statistics(
     x: torch.Tensor,
     target: torch.Tensor,
     first: int,
-    factor: float,
-    softcap: float | None,
+    options: HeadOptions,
     top: torch.Tensor,
     total: torch.Tensor,
     weighted: torch.Tensor | None,
@@ -137,9 +141,9 @@ def fold_statistics(
         columns,
         x.stride(0),
         first,
-        factor,
-        softcap or 1.0,
-        HAS_CAP=softcap is not None,
+        options.factor,
+        options.softcap or 1.0,
+        HAS_CAP=options.softcap is not None,
         ENTROPY=weighted is not None,
         SQUARES=squares is not None,
         BLOCK=min(4096, triton.next_power_of_2(columns)),
@@ -151,8 +155,7 @@ def logit_gradient(
     x: torch.Tensor,
     target: torch.Tensor,
     first: int,
-    factor: float,
-    softcap: float | None,
+    options: HeadOptions,
     lse: torch.Tensor,
     mean_logit: torch.Tensor | None,
     grad_log_prob: torch.Tensor,
@@ -177,9 +180,9 @@ def logit_gradient(
         columns,
         x.stride(0),
         first,
-        factor,
-        softcap or 1.0,
-        HAS_CAP=softcap is not None,
+        options.factor,
+        options.softcap or 1.0,
+        HAS_CAP=options.softcap is not None,
         ENTROPY=with_entropy,
         BLOCK=block,
         num_warps=8,

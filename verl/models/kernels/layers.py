@@ -235,61 +235,40 @@ class _TwoProducts(torch.autograd.Function):
 
 
 class _Gated(torch.autograd.Function):
+    """Without `up` the last dimension of `gate` is gate, then up."""
+
     @staticmethod
-    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        gate, up = gate.contiguous(), up.contiguous()
-        y = torch.empty_like(gate)
-        if gate.numel():
-            width = gate.shape[-1]
-            grid, block = _gated_grid(gate.numel() // width, width)
-            _gated_forward[grid](gate, up, y, width, width, BLOCK=block, num_warps=8)
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor | None) -> torch.Tensor:
+        gate, up = gate.contiguous(), None if up is None else up.contiguous()
+        width, stride = gate.shape[-1] // (1 if up is not None else 2), gate.shape[-1]
+        y = gate.new_empty(*gate.shape[:-1], width)
+        if y.numel():
+            grid, block = _gated_grid(y.numel() // width, width)
+            second = gate[..., width:] if up is None else up
+            _gated_forward[grid](gate, second, y, width, stride, BLOCK=block, num_warps=8)
         ctx.save_for_backward(gate, up)
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:  # type: ignore[override]
         gate, up = ctx.saved_tensors
-        dgate, dup = torch.empty_like(gate), torch.empty_like(up)
-        if gate.numel():
-            width = gate.shape[-1]
-            grid, block = _gated_grid(gate.numel() // width, width)
-            _gated_backward[grid](
-                grad.contiguous(), gate, up, dgate, dup, width, width, BLOCK=block, num_warps=8
-            )
-        return dgate, dup
-
-
-class _GatedJoined(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, both: torch.Tensor) -> torch.Tensor:
-        both = both.contiguous()
-        width = both.shape[-1] // 2
-        y = both.new_empty(*both.shape[:-1], width)
-        if y.numel():
-            grid, block = _gated_grid(y.numel() // width, width)
-            _gated_forward[grid](both, both[..., width:], y, width, 2 * width, BLOCK=block, num_warps=8)
-        ctx.save_for_backward(both)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        (both,) = ctx.saved_tensors
-        width = both.shape[-1] // 2
-        dboth = torch.empty_like(both)
+        width, stride = grad.shape[-1], gate.shape[-1]
+        dgate, dup = torch.empty_like(gate), None if up is None else torch.empty_like(up)
         if grad.numel():
             grid, block = _gated_grid(grad.numel() // width, width)
+            seconds = (gate[..., width:], dgate[..., width:]) if up is None else (up, dup)
             _gated_backward[grid](
                 grad.contiguous(),
-                both,
-                both[..., width:],
-                dboth,
-                dboth[..., width:],
+                gate,
+                seconds[0],
+                dgate,
+                seconds[1],
                 width,
-                2 * width,
+                stride,
                 BLOCK=block,
                 num_warps=8,
             )
-        return dboth
+        return dgate, dup
 
 
 def _launch_rotary(
@@ -365,4 +344,4 @@ def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 def gated_joined(both: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up, where the last dimension of `both` is gate, then up."""
-    return _GatedJoined.apply(both)
+    return _Gated.apply(both, None)
