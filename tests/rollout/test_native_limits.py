@@ -11,9 +11,9 @@ import torch
 
 from verl.errors import RolloutError
 from verl.rollout import Request, SamplingParams
-from verl.rollout.base import Stopper
 from verl.rollout.native import Limits, NativeRollout
 from verl.rollout.native.engine_state import Sizes
+from verl.rollout.sequence import Stopper
 
 PATHS = pytest.mark.parametrize("on_device", [False, True], ids=["cpu path", "device path"])
 WORDS = SimpleNamespace(eos_token_id=2, decode=lambda ids, **_: "".join(f"w{token} " for token in ids))

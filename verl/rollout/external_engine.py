@@ -30,12 +30,10 @@ from verl.rollout.base import (
     Response,
     RolloutEngine,
     RolloutStats,
-    Stopper,
-    check_finite,
     check_requests,
 )
 from verl.rollout.sampling import mix
-from verl.rollout.sequence import Sequence
+from verl.rollout.sequence import Sequence, Stopper, check_finite
 from verl.rollout.source import model_info
 from verl.rollout.stale_files import new_path, remove, sweep
 from verl.rollout.weight_sync.broadcast import ReceivedWeights
@@ -203,11 +201,6 @@ class ExternalRollout(RolloutEngine):
     def _enqueue(self, requests: Seq[Request]) -> None:
         with self._lock:
             samples = [Sample(r, number, self.version) for r in requests for number in range(r.n)]
-            twice = [sample for sample in samples if sample.name in self._outstanding]
-            if twice:
-                raise RolloutError(
-                    f"request {twice[0].request.request_id!r} is outstanding already; request ids must differ"
-                )
             self._outstanding.update({sample.name: sample for sample in samples})
             if not self._updating:
                 self._start(samples)

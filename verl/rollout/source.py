@@ -33,7 +33,8 @@ from verl.models.weight_source import (
     base_tensors,
     merged_tensors,
 )
-from verl.rollout.base import Request, Response, RolloutEngine, SamplingParams, Stopper, eos_token_ids
+from verl.rollout.base import Request, Response, RolloutEngine, SamplingParams
+from verl.rollout.sequence import Stopper, eos_token_ids
 
 log = logging.getLogger(__name__)
 

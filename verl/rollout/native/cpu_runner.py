@@ -24,13 +24,13 @@ import torch.nn.functional as F
 
 from verl.errors import RolloutError
 from verl.models.attention import AttentionCall
-from verl.rollout.base import FinishReason, Stopper, check_finite
+from verl.rollout.base import FinishReason
 from verl.rollout.native.block_manager import Copy
 from verl.rollout.native.model import Backbone
 from verl.rollout.native.ops import dot_product_attention
 from verl.rollout.native.scheduler import Scheduler, Step
 from verl.rollout.sampling import Kinds, SamplingBatch, sample, seen_tokens
-from verl.rollout.sequence import Sequence
+from verl.rollout.sequence import Sequence, Stopper, check_finite
 
 _CALL_COST = 400
 """What one more call costs, in padded tokens that it must save to be worth it (measured)."""

@@ -19,7 +19,7 @@ import torch
 
 from verl.errors import ConfigError
 from verl.models.vmm_buffer import GraphRecorder
-from verl.rollout.base import FinishReason, Stopper
+from verl.rollout.base import FinishReason
 from verl.rollout.native.device_attention import DecodeAttention, PromptAttention
 from verl.rollout.native.device_state import DeviceState, Poll
 from verl.rollout.native.kv_cache import DeviceCache
@@ -27,7 +27,7 @@ from verl.rollout.native.model import Backbone, FusedDecoder
 from verl.rollout.native.ops import DecodeInputs, Ops
 from verl.rollout.native.scheduler import Chunk, Scheduler, Step
 from verl.rollout.sampling import Kinds, sample
-from verl.rollout.sequence import Sequence
+from verl.rollout.sequence import Sequence, Stopper
 
 LOOKAHEAD = 4
 """Decode steps between two polls of the host. A row that has ended runs on for up to twice as many; the host's work for

@@ -20,14 +20,12 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Literal
 
-from verl.errors import RolloutError
 from verl.rollout.base import (
     FinishReason,
     LiveStats,
     Request,
     Response,
     RolloutStats,
-    check_finite,
     check_requests,
 )
 from verl.rollout.native.device_runner import DeviceRunner
@@ -42,7 +40,7 @@ from verl.rollout.native.engine_state import (
 from verl.rollout.native.kv_cache import CacheLayout, cache_layout
 from verl.rollout.native.scheduler import Scheduler
 from verl.rollout.sampling import Kinds
-from verl.rollout.sequence import Sequence, sequences_of
+from verl.rollout.sequence import Sequence, check_finite, sequences_of
 from verl.rollout.source import ModuleEngine, generation_mode, verify
 
 log = logging.getLogger(__name__)
@@ -137,11 +135,6 @@ class NativeRollout(ModuleEngine):
         lengths = [x for x in (self.limits.max_model_len, self.limits.cache_tokens) if x is not None]
         most = min(lengths, default=None)
         check_requests(requests, self._vocab_size, self.tokenizer, most, self._position_limit)
-        for request in requests:
-            if request.request_id in self._outstanding:
-                raise RolloutError(
-                    f"request {request.request_id!r} is outstanding already; ids key the draws and must differ"
-                )
 
     # Generating
 

@@ -20,7 +20,7 @@ from verl.config.sections.rollout import RolloutConfig
 from verl.errors import ConfigError, RolloutError
 from verl.memory import free_host_bytes
 from verl.models.loading import torch_dtype
-from verl.rollout.base import Request, RolloutStats, Stopper
+from verl.rollout.base import Request, RolloutStats
 from verl.rollout.native.block_manager import BlockManager
 from verl.rollout.native.cpu_runner import CPURunner, PageCache
 from verl.rollout.native.device_runner import DeviceRunner, graph_batch_size
@@ -30,6 +30,7 @@ from verl.rollout.native.model import require_fp8_device
 from verl.rollout.native.ops import Ops, TorchOps, TritonOps
 from verl.rollout.native.scheduler import Scheduler
 from verl.rollout.sampling import Kinds
+from verl.rollout.sequence import Stopper
 
 log = logging.getLogger(__name__)
 
