@@ -149,11 +149,6 @@ def conversation_metrics(conversations: Sequence[Conversation]) -> dict[str, flo
     return metrics
 
 
-def is_count(name: str) -> bool:
-    """Whether a metric of `conversation_metrics` adds up over batches."""
-    return name.startswith("tools/")
-
-
 def _plain(record: ToolRecord) -> dict[str, Any]:
     """Name, arguments and failure of a call; its result is the message that follows, and its time differs by run."""
     call: dict[str, Any] = {"name": record.name, "arguments": record.arguments}

@@ -1,12 +1,17 @@
 """Which prompts asynchronous training may start, and which finished groups a step trains on; a group is one prompt
-with all its samples. Every started group is trained exactly once, and none is older than the staleness allows."""
+with all its samples. Every started group is trained exactly once, and none is older than the staleness allows; after
+resuming, too, because the saved position is that of the oldest prompt not trained yet."""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from verl.errors import CheckpointError
+from verl.data.loader import Loader
+from verl.data.proto import DataProto
+from verl.trainer.experience import epochs
 
 
 @dataclass
@@ -136,19 +141,79 @@ class Admission:
         """Continue where `state` was taken. With another batch, staleness or limit, groups beyond the capacity are left
         out (their prompts are drawn again) and those that would be too old must be generated again.
         A run that was synchronous until now has {"clock": its steps, "groups": []}."""
-        try:
-            clock = state["clock"]
-            saved = {name: _Group(started, finished) for name, started, finished in state["groups"]}
-            valid = (
-                all(type(number) is int for number in (clock, *(group.started for group in saved.values())))
-                and all(0 <= group.started <= clock for group in (_Group(0), *saved.values()))
-                and all(type(name) is str and type(group.finished) is bool for name, group in saved.items())
-                and len(saved) == len(state["groups"])
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"The saved groups in progress are damaged: {state!r}.") from error
-        if not valid:
-            raise CheckpointError(f"The saved groups in progress are damaged: {state!r}.")
+        clock = state["clock"]
+        saved = {name: _Group(started, finished) for name, started, finished in state["groups"]}
         self.clock, self._groups = clock, {}
         for older, (name, group) in enumerate(list(saved.items())[: self.capacity(clock)]):
             self._groups[name] = _Group(clock) if self._late(group, older, clock) else group
+
+
+@dataclass
+class _Drawn:
+    """A batch of the loader."""
+
+    position: dict[str, Any]
+    """The loader's state before it."""
+    uids: list[str]
+    untrained: set[str]
+
+
+class PromptQueue:
+    """Prompts in the loader's order, epoch after epoch. Not for several threads at once."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+        self._batches = epochs(loader)
+        self._queue: deque[DataProto] = deque()
+        self._drawn: deque[_Drawn] = deque()  # from the oldest batch with an untrained prompt on
+        self._trained: dict[str, None] = {}
+        """When the state was saved, and not drawn again since; a set in order."""
+
+    def draw(self, count: int) -> list[DataProto]:
+        """The next `count` prompts, one row each; after loading a state those that were not trained come again."""
+        prompts: list[DataProto] = []
+        while len(prompts) < count:
+            while not self._queue:
+                self._draw_batch()
+            prompts.append(self._queue.popleft())
+        return prompts
+
+    def _draw_batch(self) -> None:
+        position = self._loader.state_dict()
+        batch = next(self._batches)
+        uids = batch.non_tensor_batch["uid"].tolist()
+        untrained = [row for row, uid in enumerate(uids) if uid not in self._trained]
+        self._drawn.append(_Drawn(position, uids, {uids[row] for row in untrained}))
+        self._queue.extend(batch[row] for row in untrained)
+        for uid in uids:
+            self._trained.pop(uid, None)
+        self._forget_trained_batches()
+
+    def trained(self, uids: Iterable[str]) -> None:
+        """These prompts need not be drawn again."""
+        for uid in uids:
+            drawn = next((drawn for drawn in self._drawn if uid in drawn.untrained), None)
+            if drawn is None:
+                raise ValueError(f"prompt '{uid}' was not drawn, or has been trained before")
+            drawn.untrained.remove(uid)
+        self._forget_trained_batches()
+
+    def _forget_trained_batches(self) -> None:
+        while self._drawn and not self._drawn[0].untrained:
+            self._drawn.popleft()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loader's state before the oldest untrained prompt's batch, and what is trained from there on."""
+        position = self._drawn[0].position if self._drawn else self._loader.state_dict()
+        trained = [uid for drawn in self._drawn for uid in drawn.uids if uid not in drawn.untrained]
+        trained += self._trained
+        return {"loader": position, "trained": trained} if trained else {"loader": position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken; that of a synchronous run is its loader's alone. Another batch
+        size is fine, as for the loader."""
+        self._loader.load_state_dict(state["loader"])
+        self._batches = epochs(self._loader)
+        self._queue.clear()
+        self._drawn.clear()
+        self._trained = dict.fromkeys(state.get("trained", ()))

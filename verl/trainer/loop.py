@@ -26,8 +26,7 @@ from verl.observe.live import live
 from verl.observe.metrics import Timer
 from verl.observe.token_table import TokenTable
 from verl.trainer import advantage
-from verl.trainer.experience import DynamicSampling
-from verl.trainer.pool_experience import build_experience
+from verl.trainer.experience import DynamicSampling, build_experience
 from verl.trainer.setup import resume_note, whole_number
 from verl.trainer.validation import sample_rows, validate
 from verl.workers.group import learns_from_data, needs_old_log_probs, sessions_of
@@ -79,7 +78,9 @@ class RLLoop:
         self.checkpoints = checkpoints
         self.total_steps = total_steps
         self.model_size = model_size
-        self.experience = build_experience(cfg, workers, rewards, tokenizer, train_loader, total_steps)
+        self.experience = build_experience(
+            cfg, workers, rewards, tokenizer, train_loader, total_steps=total_steps
+        )
         self.kl_controller = get_kl_controller(cfg.algorithm.kl_ctrl)
         self.health = HealthMonitor(cfg)
         self.generator = torch.Generator().manual_seed(cfg.trainer.seed)

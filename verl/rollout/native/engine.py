@@ -28,16 +28,17 @@ from verl.rollout.base import (
     RolloutStats,
     check_requests,
 )
-from verl.rollout.native.device_runner import DeviceRunner
 from verl.rollout.native.engine_state import (
+    CacheLayout,
     CPUState,
     EngineState,
     GPUState,
     Limits,
+    Workload,
+    cache_layout,
     uses_graphs,
     weight_signature,
 )
-from verl.rollout.native.kv_cache import CacheLayout, cache_layout
 from verl.rollout.native.scheduler import Scheduler
 from verl.rollout.sampling import Kinds
 from verl.rollout.sequence import Sequence, check_finite, sequences_of
@@ -247,7 +248,9 @@ class NativeRollout(ModuleEngine):
             self._suspend()
             self.state = None
             stream = busy or any(request.prefix_id is not None for request in requests)
-            self.state = state = self._build_state(last, requests, stream)
+            layout = self._layout(self._model)
+            work = Workload(self._model, layout, requests, self.limits, self._stopper, stream)
+            self.state = state = self._build_state(last, work)
         if self._scheduler is None or state is not last:
             scheduler = state.scheduler(self._stats)
             if self._scheduler is not None:
@@ -256,15 +259,14 @@ class NativeRollout(ModuleEngine):
         self._scheduler.add(arrived)
         self._suspended = False
 
-    def _build_state(self, last: EngineState | None, requests: list[Request], stream: bool) -> EngineState:
-        model, layout = self._model, self._layout(self._model)
-        if not self._uses_device(model):
-            return CPUState(model, layout, requests, self.limits, self._stopper, stream)
+    def _build_state(self, last: EngineState | None, work: Workload) -> EngineState:
+        if not self._uses_device(work.model):
+            return CPUState(work)
         sizes = None
         if isinstance(last, GPUState):
             sizes = last.sizes
             last.release()  # the new one may need its memory
-        state = GPUState(model, layout, requests, self.limits, self._stopper, stream, sizes)
+        state = GPUState(work, sizes)
         state.runner.use_graphs = self._allows_graphs(state)
         return state
 
@@ -350,9 +352,9 @@ class NativeRollout(ModuleEngine):
     def _note_refused_graph(self) -> None:
         """A step that cannot be captured runs without graphs until the next weight update, when it is tried again: the
         cause may have been temporary. The same cause is logged once."""
-        runner = self.state.runner if self.state is not None else None
-        if not isinstance(runner, DeviceRunner) or runner.graph_error is None:
+        if not isinstance(self.state, GPUState) or self.state.runner.graph_error is None:
             return
+        runner = self.state.runner
         error, runner.graph_error = runner.graph_error, None
         if self.graphs_refused is None or self.graphs_refused[1] != error:
             log.warning(
