@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from verl.errors import TrainingHalted
+from verl.errors import ToolsLost as ToolsLost
 
 Schema = Mapping[str, Any]
 """An OpenAI function schema: {"type": "function", "function": {"name", "description", "parameters"}}."""
@@ -47,10 +47,6 @@ class ToolFailed(Exception):
         self.kind = kind
 
 
-class ToolsLost(TrainingHalted):
-    """A tool server went away and did not come back; the message has its address."""
-
-
 class ToolProvider(ABC):
     """Tools from one source."""
 
@@ -59,8 +55,7 @@ class ToolProvider(ABC):
     def schemas(self) -> Sequence[Schema]:
         """Of its tools; known after `open`."""
 
-    @abstractmethod
-    async def open(self) -> None:
+    async def open(self) -> None:  # noqa: B027 - some are opened by what they are made from
         """Connect and read the schemas. ConfigError names the key, the address or path, and what was tried."""
 
     @abstractmethod

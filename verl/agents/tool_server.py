@@ -67,9 +67,6 @@ class ServerTools(ToolProvider):
     def schemas(self) -> Sequence[Schema]:
         return self._schemas
 
-    async def open(self) -> None:
-        """`connect_tool_server` has read the schemas."""
-
     async def call(self, session: str, call: ToolCall, timeout_s: float) -> str:
         if call.name not in self._names:
             raise ToolFailed(f"There is no tool {call.name!r}. Tools: {', '.join(self._names)}.", "unknown")

@@ -46,9 +46,6 @@ class FunctionTools(ToolProvider):
     def schemas(self) -> Sequence[Schema]:
         return self._info.schemas
 
-    async def open(self) -> None:
-        """`Agents` has opened the processes."""
-
     async def call(self, session: str, call: ToolCall, timeout_s: float) -> str:
         return await self._processes.call(self._target, call, timeout_s)
 

@@ -148,17 +148,15 @@ class ExternalRollout(RolloutEngine):
         self.folder.mkdir(mode=0o700)
         (self.folder / "config.json").write_text(self.info.config_json)
 
-    # -- what an engine adds ------------------------------------------------------------------------------------
+    # -- what an engine adds; the rest does nothing on a rank that hosts none -----------------------------------
 
     @abstractmethod
     def _launch(self) -> None:
         """Check the settings, then start the engine."""
 
-    @abstractmethod
     def _start(self, samples: Seq[Sample]) -> None:
         """Queue samples; may be called from any thread, with the lock."""
 
-    @abstractmethod
     def _interrupt(self) -> None:
         """Stop all samples, with the tokens they have; `_start` lets those that have not `ended` continue."""
 
@@ -177,15 +175,12 @@ class ExternalRollout(RolloutEngine):
         """The same with a LoRA adapter; only where `separate_adapter`."""
         raise NotImplementedError
 
-    @abstractmethod
     def _reset_prefix_cache(self) -> None:
         """Drop what was cached with the old weights."""
 
-    @abstractmethod
     def _sleep(self) -> None:
         """Free the memory of weights and KV cache."""
 
-    @abstractmethod
     def _wake(self, tags: list[str]) -> None:
         """Allocate the memory of `weights`, of the `kv_cache`, or of both."""
 
@@ -333,7 +328,10 @@ class ExternalRollout(RolloutEngine):
     # -- memory -------------------------------------------------------------------------------------------------
 
     def sleep(self) -> None:
-        self._require_idle("sleep")
+        if self._outstanding:
+            raise RolloutError(
+                f"{self.name} cannot sleep now: {len(self._outstanding)} samples are outstanding"
+            )
         if self.can_sleep and not self.asleep:
             self._sleep()
             self.asleep = {"weights", "kv_cache"}
@@ -343,12 +341,6 @@ class ExternalRollout(RolloutEngine):
             self._wake_up(sorted(self.asleep, reverse=True))
         if self._unproven:
             self.prove()
-
-    def _require_idle(self, what: str) -> None:
-        if self._outstanding:
-            raise RolloutError(
-                f"{self.name} cannot {what} now: {len(self._outstanding)} samples are outstanding"
-            )
 
     def _wake_up(self, tags: list[str]) -> None:
         if torch.cuda.is_available():
@@ -385,12 +377,6 @@ class TPFollower(ExternalRollout):
     def submit(self, requests: Iterable[Request]) -> None:
         raise RolloutError(f"this rank follows the one that hosts {self.name}; requests go to that one")
 
-    def _start(self, samples: Seq[Sample]) -> None:
-        pass
-
-    def _interrupt(self) -> None:
-        pass
-
     def _advance(self, timeout_s: float | None) -> list[Response]:
         return []
 
@@ -399,15 +385,6 @@ class TPFollower(ExternalRollout):
 
     def _send_adapter(self, adapter: Adapter) -> None:
         deque(adapter.named_tensors, maxlen=0)
-
-    def _reset_prefix_cache(self) -> None:
-        pass
-
-    def _sleep(self) -> None:
-        pass
-
-    def _wake(self, tags: list[str]) -> None:
-        pass
 
     def prove(self) -> None:
         """The host compares log-probs; the trainer computes them on all ranks together."""

@@ -355,18 +355,3 @@ def extra_columns(batch: DataProto) -> dict[str, list[Any]]:
     scored = [extra for extra, error in zip(extras, errors, strict=True) if error is None]
     shared = set.intersection(*(set(extra) for extra in scored)) if scored else set()
     return {name: [extra.get(name, 0.0) for extra in extras] for name in sorted(shared)}
-
-
-def build_experience(*parts: Any, total_steps: int) -> Experience:
-    """The source of batches that `trainer.async_training.mode` names; `parts` as `Experience` takes them."""
-    trainer = parts[0].trainer
-    mode = trainer.async_training.mode
-    if mode == "off" or trainer.val_only:
-        return SyncExperience(*parts)
-    if mode == "carry_over":
-        from verl.trainer.streaming import CarryOverExperience
-
-        return CarryOverExperience(*parts, total_steps=total_steps)
-    from verl.trainer.pool_experience import PoolExperience
-
-    return PoolExperience(*parts, total_steps=total_steps)

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from verl.agents.base import ToolsLost
 from verl.algorithms import corrects_rollout, get_kl_controller, rollout_probs_diff_metrics
 from verl.config.methods import needed_columns
 from verl.config.roles import ACTOR, refreshed, update_time
 from verl.data.assemble import add_answers, sampled_rows, split_turns
 from verl.data.proto import DataProto
-from verl.errors import CheckpointError
+from verl.errors import CheckpointError, ToolsLost
 from verl.observe.batch_metrics import ModelSize, age_metrics, batch_metrics, step_metrics
 from verl.observe.findings import Finding, read_findings
 from verl.observe.health import HealthMonitor
@@ -26,7 +25,7 @@ from verl.observe.live import live
 from verl.observe.metrics import Timer
 from verl.observe.token_table import TokenTable
 from verl.trainer import advantage
-from verl.trainer.experience import DynamicSampling, build_experience
+from verl.trainer.experience import DynamicSampling, Experience, SyncExperience
 from verl.trainer.setup import resume_note, whole_number
 from verl.trainer.validation import sample_rows, validate
 from verl.workers.group import learns_from_data, needs_old_log_probs, sessions_of
@@ -386,3 +385,19 @@ class RLLoop:
     def request_stop(self) -> None:
         """Stop after the current step, with a checkpoint."""
         self.stop_requested = True
+
+
+def build_experience(*parts: Any, total_steps: int) -> Experience:
+    """The source of batches that `trainer.async_training.mode` names; `parts` as `Experience` takes them. Modules of
+    asynchronous modes are loaded where one is used."""
+    trainer = parts[0].trainer
+    mode = trainer.async_training.mode
+    if mode == "off" or trainer.val_only:
+        return SyncExperience(*parts)
+    if mode == "carry_over":
+        from verl.trainer.streaming import CarryOverExperience
+
+        return CarryOverExperience(*parts, total_steps=total_steps)
+    from verl.trainer.pool_experience import PoolExperience
+
+    return PoolExperience(*parts, total_steps=total_steps)

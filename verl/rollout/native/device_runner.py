@@ -22,10 +22,9 @@ from verl.models.vmm_buffer import GraphRecorder
 from verl.rollout.base import FinishReason
 from verl.rollout.native.device_attention import DecodeAttention, PromptAttention
 from verl.rollout.native.device_state import DeviceCache, DeviceState, Poll
-from verl.rollout.native.engine_state import graph_batch_size
 from verl.rollout.native.model import Backbone, FusedDecoder, require_fp8_device
 from verl.rollout.native.ops import DecodeInputs, Ops, TorchOps, TritonOps
-from verl.rollout.native.scheduler import Chunk, Scheduler, Step
+from verl.rollout.native.scheduler import Chunk, Scheduler, Step, graph_batch_size
 from verl.rollout.sampling import Kinds, sample
 from verl.rollout.sequence import Sequence, Stopper
 

@@ -16,15 +16,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from verl.models.vmm_buffer import VMMBuffer, reserve
 from verl.rollout.native.block_manager import Copy
-from verl.rollout.native.engine_state import CacheLayout
 from verl.rollout.sampling import Kinds, SamplingBatch
 from verl.rollout.sequence import Sequence
+
+if TYPE_CHECKING:
+    from verl.rollout.native.engine_state import CacheLayout
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from verl.models.packability import FAULTS, attention_calls, attention_fault, fi
 from verl.rollout.base import Request, RolloutStats
 from verl.rollout.native.block_manager import BlockManager
 from verl.rollout.native.cpu_runner import CPURunner, PageCache
-from verl.rollout.native.scheduler import Scheduler
+from verl.rollout.native.scheduler import Scheduler, graph_batch_size
 from verl.rollout.sampling import Kinds
 from verl.rollout.sequence import Stopper
 from verl.rollout.source import cannot_generate
@@ -128,20 +128,6 @@ def cache_layout(model: Any) -> CacheLayout:
         if index is not None
     }
     return CacheLayout(tuple(shapes.get(index, LayerShape()) for index in range(max(shapes) + 1)))
-
-
-def graph_batch_size(rows: int, capacity: int) -> int:
-    """The batch size to run `rows` rows with: powers of two and three steps between up to 256, then multiples of 32 (of
-    64 above 2048 and so on), at most `capacity`.
-
-    A graph is captured when its size is first met: about 50 of them for 1024 rows that end one after the other."""
-    if rows <= 8:
-        size = max(rows, 1)
-    else:
-        quarter = max(1 << (rows - 1).bit_length() - 3, 4)
-        step = min(quarter, max(quarter // 8, 32))
-        size = -(-rows // step) * step
-    return min(size, capacity)
 
 
 def longest(requests: list[Request]) -> int:

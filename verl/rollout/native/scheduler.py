@@ -260,3 +260,17 @@ class Scheduler:
             f"Scheduler({len(self.running)} running, {len(self.waiting)} waiting, "
             f"{self.blocks.free} of {self.blocks.num_blocks} blocks free, first {first})"
         )
+
+
+def graph_batch_size(rows: int, capacity: int) -> int:
+    """The batch size to run `rows` rows with: powers of two and three steps between up to 256, then multiples of 32 (of
+    64 above 2048 and so on), at most `capacity`.
+
+    A graph is captured when its size is first met: about 50 of them for 1024 rows that end one after the other."""
+    if rows <= 8:
+        size = max(rows, 1)
+    else:
+        quarter = max(1 << (rows - 1).bit_length() - 3, 4)
+        step = min(quarter, max(quarter // 8, 32))
+        size = -(-rows // step) * step
+    return min(size, capacity)
