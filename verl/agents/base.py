@@ -59,10 +59,10 @@ class ToolProvider(ABC):
         """Connect and read the schemas. ConfigError names the key, the address or path, and what was tried."""
 
     @abstractmethod
-    async def call(self, session: str, call: ToolCall, timeout_s: float) -> str:
+    async def call(self, conversation: str, call: ToolCall, timeout_s: float) -> str:
         """The result as text, within `timeout_s`. ToolFailed: for the model to read; ToolsLost: the run must stop."""
 
-    async def end(self, session: str) -> None:  # noqa: B027 - most tools keep nothing per conversation
+    async def end(self, conversation: str) -> None:  # noqa: B027 - most tools keep nothing per conversation
         """The conversation is over: free what is kept for it."""
 
     @abstractmethod

@@ -178,7 +178,11 @@ def pack_conversations(conversations: Sequence[Conversation]) -> dict[str, Any]:
     prompts = [turn.prompt_ids for each in conversations for turn in each.turns]
     return {
         "conversations": [
-            {name: getattr(each, name) for name in _FIELDS} | {"turns": [_plain_turn(t) for t in each.turns]}
+            {name: getattr(each, name) for name in _FIELDS}
+            | {
+                # Their prompts are in an array; here is only whether there is one.
+                "turns": [{**asdict(turn), "prompt_ids": turn.prompt_ids is not None} for turn in each.turns]
+            }
             for each in conversations
         ],
         "turn_prompts": pack_rows([ids for ids in prompts if ids is not None], np.int64),
@@ -205,8 +209,3 @@ def unpack_conversations(packed: dict[str, Any]) -> list[Conversation]:
             conversation.turns.append(Turn(**{**turn, "records": records, "prompt_ids": prompt}))
         found.append(conversation)
     return found
-
-
-def _plain_turn(turn: Turn) -> dict[str, Any]:
-    """Its prompt is in an array; here is only whether it has one."""
-    return {**asdict(turn), "prompt_ids": turn.prompt_ids is not None}

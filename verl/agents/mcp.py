@@ -86,7 +86,7 @@ class MCPTools(ToolProvider):
             await self.close()
             raise ConfigError(f"{self._key}={self.target}: the server has no tools")
 
-    async def call(self, session: str, call: ToolCall, timeout_s: float) -> str:
+    async def call(self, conversation: str, call: ToolCall, timeout_s: float) -> str:
         names = [schema["function"]["name"] for schema in self._schemas]
         if call.name not in names:
             raise ToolFailed(f"There is no tool {call.name!r}. Tools: {', '.join(names)}.", "unknown")

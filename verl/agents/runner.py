@@ -1,4 +1,4 @@
-"""Conversations as coroutines: a turn is sampled, its session answers, and the answer becomes part of the next prompt.
+"""Conversations as coroutines: a turn is sampled, its episode answers, and the answer becomes part of the next prompt.
 
 Each conversation advances on its own while others generate. The draws are keyed by `uid#sample/turn`, so that they
 depend on seed, uid, sample and turn only, not on how long tools take or on what else runs.
@@ -20,8 +20,8 @@ from verl.agents.conversation import (
     prompt_messages,
     unpack_conversations,
 )
+from verl.agents.episode import Answer, Episode
 from verl.agents.formats import detect_format, get_format
-from verl.agents.sessions import Answer, Session
 from verl.agents.templates import ChatTurns
 from verl.agents.toolset import END_S, KEY, ROUTING_COLUMNS, ROW_FIELDS, Agents
 from verl.config.known import TOOL_FORMATS
@@ -140,8 +140,7 @@ class _Talk:
     """A conversation that has not ended."""
 
     conversation: Conversation
-    session: Session
-    row: dict[str, Any]
+    episode: Episode
     settings: GenerationSettings
     draw_key: str | None
     """Keys the draws of its turns, where its request ids must be others."""
@@ -177,8 +176,8 @@ class ConversationSampler(Sampler):
             for sample in samples:
                 conversation = Conversation(uid, sample, ids, prompt_messages(columns["raw_prompt"][number]))
                 key, row = f"{uid}#{sample}", row_of(prompts, number)
-                session = Session(self.agents, f"{prefix}{key}", row, seed_key=key)
-                talks.append((group, _Talk(conversation, session, row, settings, key if prefix else None)))
+                episode = Episode(self.agents, f"{prefix}{key}", row, seed_key=key)
+                talks.append((group, _Talk(conversation, episode, settings, key if prefix else None)))
         for group, talk in talks:
             self.agents.loop.call_soon_threadsafe(self._begin, group, talk, on_finish)
 
@@ -214,33 +213,33 @@ class ConversationSampler(Sampler):
 
     async def run_conversation(self, talk: _Talk) -> Conversation:
         """From the reset of the environment to its reward."""
-        conversation, session = talk.conversation, talk.session
+        conversation, episode = talk.conversation, talk.episode
         try:
             conversation.finish_reason = await self.converse(talk)
-            self.engine.release([session.key])
+            self.engine.release([episode.key])
             try:
-                conversation.environment_reward = await session.close()
+                conversation.environment_reward = await episode.close()
             except ToolFailed as failure:
                 conversation.error = conversation.error or f"the environment gave no reward: {failure.text}"
         except BaseException:
-            await self._give_up(session)
+            await self._give_up(episode)
             raise
         return conversation
 
-    async def _give_up(self, session: Session) -> None:
+    async def _give_up(self, episode: Episode) -> None:
         """What goes wrong is only logged: the run has failed already."""
         try:
-            self.engine.release([session.key])
+            self.engine.release([episode.key])
             async with asyncio.timeout(END_S):
-                await session.end()
+                await episode.end()
         except Exception as problem:
             logger.debug("ending a conversation: %s", problem)
 
     async def converse(self, talk: _Talk) -> str:
         """Let model and environment speak in turn; why it ended."""
-        conversation, session, sampling = talk.conversation, talk.session, talk.settings.sampling
+        conversation, episode, sampling = talk.conversation, talk.episode, talk.settings.sampling
         try:
-            opening = await session.open()
+            opening = await episode.open()
         except ToolFailed as failure:
             conversation.error = f"the environment could not be reset: {failure.text}"
             return "abort"
@@ -254,11 +253,11 @@ class ConversationSampler(Sampler):
             turn = len(conversation.model_turns)
             response = await self.sample(
                 Request(
-                    f"{session.key}/{turn}",
+                    f"{episode.key}/{turn}",
                     prompt,
                     replace(sampling, max_tokens=left),
                     seed=talk.settings.seed,
-                    prefix_id=session.key,
+                    prefix_id=episode.key,
                     key=None if talk.draw_key is None else f"{talk.draw_key}/{turn}",
                 )
             )
@@ -266,7 +265,7 @@ class ConversationSampler(Sampler):
             conversation.add_model_turn(response, text, prompt_ids=prompt if self.split else None)
             if response.finish_reason != "stop":
                 return response.finish_reason
-            ended = self.take_answer(talk, await session.respond(text, list(conversation.messages)))
+            ended = self.take_answer(talk, await episode.respond(text, list(conversation.messages)))
             if ended is not None:
                 return ended
 
@@ -274,7 +273,7 @@ class ConversationSampler(Sampler):
         """Add what the environment says at its start to the last message of the prompt; whether it fits."""
         conversation, limit = talk.conversation, self.runner.data.max_prompt_length
         last = conversation.messages[-1] if conversation.messages else {"role": ""}
-        if isinstance(talk.row["prompt"], str):
+        if isinstance(talk.episode.row["prompt"], str):
             last = {"role": ""}
         if last["role"] != "user" or not isinstance(last.get("content"), str):
             raise DataError(
@@ -283,7 +282,7 @@ class ConversationSampler(Sampler):
             )
         joined = f"{last['content']}\n{opening}" if last["content"] else opening
         conversation.messages[-1] = {**last, "content": joined}
-        prompt = self.turns.prompt(conversation.messages, self.agents.schemas(talk.row))
+        prompt = self.turns.prompt(conversation.messages, self.agents.schemas(talk.episode.row))
         if len(prompt) > limit:
             conversation.error = (
                 f"with the text that reset() returned, the prompt has {len(prompt)} tokens; "
@@ -297,7 +296,7 @@ class ConversationSampler(Sampler):
         """What the next turn is generated from."""
         conversation = talk.conversation
         if self.split and conversation.turns:
-            return self.turns.prompt(conversation.messages, self.agents.schemas(talk.row))
+            return self.turns.prompt(conversation.messages, self.agents.schemas(talk.episode.row))
         return [*conversation.prompt_ids, *conversation.token_ids]
 
     def tokens_left(self, talk: _Talk, prompt: int) -> int:

@@ -1,4 +1,4 @@
-"""The tools, environments and users of a run, opened once, and the event loop in which sessions talk to them.
+"""The tools, environments and users of a run, opened once, and the event loop in which conversations run.
 
 The loop has a thread of its own, so that the tools of many conversations run while the engine generates.
 """
@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 
 from verl.agents.base import Schema, ToolCall, ToolProvider
 from verl.agents.formats import ToolFormat
+from verl.agents.hosted import HostedInfo
 from verl.agents.mcp import MCPTools
 from verl.agents.tool_processes import Target, ToolProcesses
 from verl.agents.tool_server import TextServer, connect_tool_server
-from verl.agents.tools import HostedInfo
 from verl.agents.users import EndpointUser
 from verl.config.sections.rollout import MultiTurnConfig
 from verl.errors import ConfigError, DataError
@@ -46,7 +46,7 @@ class FunctionTools(ToolProvider):
     def schemas(self) -> Sequence[Schema]:
         return self._info.schemas
 
-    async def call(self, session: str, call: ToolCall, timeout_s: float) -> str:
+    async def call(self, conversation: str, call: ToolCall, timeout_s: float) -> str:
         return await self._processes.call(self._target, call, timeout_s)
 
     async def close(self) -> None:

@@ -268,7 +268,10 @@ class BatchEngine(RolloutEngine):
                     if queued:
                         self._start_batch(list(queued))
             except BaseException:
-                self._drop_batches()
+                with self._batch_lock:
+                    self._batch, self._queued, self._aborted_queued, self._unanswered = None, (), (), 0
+                if batch is not None and hasattr(batch, "close"):
+                    batch.close()
                 raise
 
     def abort(self, request_ids: Iterable[str] | None = None) -> None:
@@ -289,13 +292,6 @@ class BatchEngine(RolloutEngine):
                 generated_tokens=self._generated_tokens,
                 drawn_tokens=self._drawn_tokens or self._generated_tokens,
             )
-
-    def _drop_batches(self) -> None:
-        with self._batch_lock:
-            batch, self._batch, self._queued, self._aborted_queued = self._batch, None, (), ()
-            self._unanswered = 0
-        if batch is not None and hasattr(batch, "close"):
-            batch.close()
 
 
 def check_requests(

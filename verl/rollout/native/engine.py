@@ -99,7 +99,10 @@ class NativeRollout(ModuleEngine):
         with self._lock:
             if not self._outstanding:
                 self._read_model()
-            self._check(requests)
+                self.limits.check_dtype(self.source.dtype)
+            lengths = [x for x in (self.limits.max_model_len, self.limits.cache_tokens) if x is not None]
+            most = min(lengths, default=None)
+            check_requests(requests, self._vocab_size, self.tokenizer, most, self._position_limit)
             self._outstanding.update({request.request_id: request.n for request in requests})
             self._commands.append(("submit", requests))
 
@@ -127,15 +130,6 @@ class NativeRollout(ModuleEngine):
             kv_blocks_used=blocks.num_blocks - blocks.free,
             longest=max((sequence.produced for sequence in scheduler.running), default=0),
         )
-
-    def _read_model(self) -> None:
-        super()._read_model()
-        self.limits.check_dtype(self.source.dtype)
-
-    def _check(self, requests: list[Request]) -> None:
-        lengths = [x for x in (self.limits.max_model_len, self.limits.cache_tokens) if x is not None]
-        most = min(lengths, default=None)
-        check_requests(requests, self._vocab_size, self.tokenizer, most, self._position_limit)
 
     # Generating
 
@@ -173,18 +167,15 @@ class NativeRollout(ModuleEngine):
                 self._stats.generated_tokens += len(response.token_ids)
             idle = not self._outstanding
             if idle:
-                self._become_idle()
+                self._close_module()
+                # Kept prefixes stay, and a device's state with its graphs.
+                if self._scheduler is not None and not self._scheduler.blocks.kept:
+                    self._scheduler = None
+                    if isinstance(self.state, CPUState):
+                        self.state = None
         if idle and self._live is not None:
             self._live.write(self.stats, now=True)
         return responses
-
-    def _become_idle(self) -> None:
-        """Restore the module and drop the KV cache, except kept prefixes and a device's state with its graphs."""
-        self._close_module()
-        if self._scheduler is not None and not self._scheduler.blocks.kept:
-            self._scheduler = None
-            if isinstance(self.state, CPUState):
-                self.state = None
 
     def _apply_commands(self) -> None:
         """In the order they came: what is aborted or released after being submitted never starts."""
