@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from verl.agents.base import Message, Schema, ToolFailed
+from verl.agents.base import Message, ToolFailed
 from verl.agents.conversation import (
     Conversation,
     pack_conversations,
@@ -55,7 +55,8 @@ class ConversationRunner:
             logger.info(
                 "%s keeps the %s of long tool answers; up to 0.2.0 it kept the other half", name, kept
             )
-        self.agents = Agents(cfg, get_format(self.format_name(chat)))
+        self.agents = agents = Agents(cfg, get_format(self.format_name(chat)))
+        self.schemas, self.gives_rewards, self.close = agents.schemas, agents.gives_rewards, agents.close
         try:
             self.turns = ChatTurns(
                 chat,
@@ -81,18 +82,6 @@ class ConversationRunner:
                 "data.chat_template to a template with tools"
             )
         return name
-
-    def close(self) -> None:
-        self.agents.close()
-
-    def schemas(self, row: Mapping[str, Any]) -> list[Schema]:
-        """Of the tools that the conversation of a row has."""
-        return self.agents.schemas(row)
-
-    @property
-    def gives_rewards(self) -> bool:
-        """Whether no reward function is needed."""
-        return self.agents.gives_rewards
 
     def check_data(self, dataset: Any) -> None:
         """Refuse rows that name an environment or agent that does not exist, and prompts that the chat template would

@@ -258,7 +258,15 @@ class Sampler:
                     started = time.monotonic()
                     responses = self.engine.poll(self.poll_s)
                     if not responses and time.monotonic() - started < self.poll_s:
-                        self._check_engine()
+                        stats, missing = (
+                            self.engine.stats(),
+                            sum(len(t.missing) for t in self._tasks.values()),
+                        )
+                        if not stats.running + stats.waiting:
+                            raise RolloutError(
+                                f"{type(self.engine).__name__} left {missing} of {self._submitted} samples unanswered, "
+                                "a defect of the engine; use actor_rollout_ref.rollout.name=hf and report it"
+                            )
                     self.deliver(responses)
             except BaseException as error:
                 self.abort(error)
@@ -275,17 +283,6 @@ class Sampler:
             started = time.monotonic()
             self.changed.wait(1.0)
             self.idle_s += idle * (time.monotonic() - started)
-
-    def _check_engine(self) -> None:
-        """RolloutError: the engine has nothing to do, although it has not answered everything."""
-        stats = self.engine.stats()
-        if not stats.running + stats.waiting:
-            with self.changed:
-                missing = sum(len(task.missing) for task in self._tasks.values())
-            raise RolloutError(
-                f"{type(self.engine).__name__} left {missing} of {self._submitted} samples unanswered, a defect of the "
-                "engine; use actor_rollout_ref.rollout.name=hf and report it"
-            )
 
     @contextmanager
     def driving(self) -> Iterator[None]:
