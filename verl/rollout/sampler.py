@@ -258,11 +258,10 @@ class Sampler:
                     started = time.monotonic()
                     responses = self.engine.poll(self.poll_s)
                     if not responses and time.monotonic() - started < self.poll_s:
-                        stats, missing = (
-                            self.engine.stats(),
-                            sum(len(t.missing) for t in self._tasks.values()),
-                        )
+                        stats = self.engine.stats()
                         if not stats.running + stats.waiting:
+                            with self.changed:
+                                missing = sum(len(task.missing) for task in self._tasks.values())
                             raise RolloutError(
                                 f"{type(self.engine).__name__} left {missing} of {self._submitted} samples unanswered, "
                                 "a defect of the engine; use actor_rollout_ref.rollout.name=hf and report it"
