@@ -188,8 +188,9 @@ def _wanted_classes(spec: str, key: str, example: str) -> Sequence[type]:
 
 
 def _described(function: Callable[..., Any], key: str, where: str, method: bool = False) -> ToolFunction:
+    name, description = getattr(function, _MARK, (None, None))
     try:
-        return ToolFunction.of(function, *getattr(function, _MARK, (None, None)), method=method)
+        return ToolFunction.of(function, name, description, method)
     except NoSchema as error:
         advice = (
             ""

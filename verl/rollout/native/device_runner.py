@@ -339,14 +339,14 @@ class DeviceRunner:
         if not rows:
             return []
         slots, starts = [row.slot for row in rows], [row.fetched for row in rows]
-        fetched = self.state.fetch(slots, starts, [row.sequence.on_device for row in rows])
+        tokens, log_probs = self.state.fetch(slots, starts, [row.sequence.on_device for row in rows])
         answers: list[tuple[Sequence, FinishReason]] = []
         leaving: list[Row] = []
-        for index, (row, *new) in enumerate(zip(rows, *fetched, strict=True)):
-            row.fetched += len(new[0])
+        for index, (row, ids, values) in enumerate(zip(rows, tokens, log_probs, strict=True)):
+            row.fetched += len(ids)
             row.sequence.on_device = 0
             # The device checks everything but stop strings, so that only the newest token can end it.
-            reason = row.sequence.extend(new[0], new[1], self.stopper, only_last=True)
+            reason = row.sequence.extend(ids, values, self.stopper, only_last=True)
             if reason is not None:
                 leaving.append(row)
                 answers.append((row.sequence, reason))

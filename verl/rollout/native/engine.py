@@ -343,10 +343,12 @@ class NativeRollout(ModuleEngine):
     def _note_refused_graph(self) -> None:
         """A step that cannot be captured runs without graphs until the next weight update, when it is tried again: the
         cause may have been temporary. The same cause is logged once."""
-        if not isinstance(self.state, GPUState) or self.state.runner.graph_error is None:
+        if not isinstance(self.state, GPUState):
             return
-        runner = self.state.runner
-        error, runner.graph_error = runner.graph_error, None
+        runner, error = self.state.runner, self.state.runner.graph_error
+        if error is None:
+            return
+        runner.graph_error = None
         if self.graphs_refused is None or self.graphs_refused[1] != error:
             log.warning(
                 "%s cannot be captured as a CUDA graph, its decode steps run without one and slower: %s",
