@@ -337,14 +337,6 @@ def test_a_compressed_answer_is_not_read(encoding):
     assert read == []
 
 
-def test_an_unknown_tool_is_not_sent(serve):
-    server = serve(tools_and(echo))
-    with pytest.raises(ToolFailed, match="no tool 'nothing'. Tools: echo") as error:
-        call_once(server, name="nothing")
-    assert error.value.kind == "unknown"
-    assert [path for _, path, _ in server.requests] == ["/tools"]
-
-
 @pytest.mark.parametrize("value", [float("nan"), {1, 2}])
 def test_arguments_that_are_no_json_are_not_sent(serve, value):
     with pytest.raises(ToolFailed, match="cannot be written as JSON") as error:

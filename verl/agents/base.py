@@ -59,10 +59,11 @@ class ToolProvider(ABC):
         """Connect and read the schemas. ConfigError names the key, the address or path, and what was tried."""
 
     @abstractmethod
-    async def call(self, conversation: str, call: ToolCall, timeout_s: float) -> str:
-        """The result as text, within `timeout_s`. ToolFailed: for the model to read; ToolsLost: the run must stop."""
+    async def call(self, key: str, call: ToolCall, timeout_s: float) -> str:
+        """The result as text, within `timeout_s`; `key` names the conversation, the tool is one of `schemas`. ToolFailed:
+        for the model to read; ToolsLost: the run must stop."""
 
-    async def end(self, conversation: str) -> None:  # noqa: B027 - most tools keep nothing per conversation
+    async def end(self, key: str) -> None:  # noqa: B027 - most tools keep nothing per conversation
         """The conversation is over: free what is kept for it."""
 
     @abstractmethod
@@ -90,3 +91,9 @@ class ToolRecord:
     seconds: float = 0.0
     reward: float | None = None
     """That the tool gave for this call."""
+
+
+def row_column(row: Mapping[str, Any], name: str) -> Any:
+    """A column of the row, or the entry of that name in its extra_info."""
+    value, extra = row.get(name), row.get("extra_info")
+    return extra.get(name) if value is None and isinstance(extra, Mapping) else value

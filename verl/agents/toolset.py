@@ -11,7 +11,7 @@ import threading
 from collections.abc import Collection, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
-from verl.agents.base import Schema, ToolCall, ToolProvider
+from verl.agents.base import Schema, ToolCall, ToolProvider, row_column
 from verl.agents.formats import ToolFormat
 from verl.agents.hosted import HostedInfo
 from verl.agents.mcp import MCPTools
@@ -46,7 +46,7 @@ class FunctionTools(ToolProvider):
     def schemas(self) -> Sequence[Schema]:
         return self._info.schemas
 
-    async def call(self, conversation: str, call: ToolCall, timeout_s: float) -> str:
+    async def call(self, key: str, call: ToolCall, timeout_s: float) -> str:
         return await self._processes.call(self._target, call, timeout_s)
 
     async def close(self) -> None:
@@ -206,8 +206,10 @@ class Agents:
         return str(named)
 
     def _environment_named(self, row: Mapping[str, Any]) -> Any:
-        kwargs = _column(row, "interaction_kwargs")
-        named = _column(row, "environment") or (kwargs.get("name") if isinstance(kwargs, Mapping) else None)
+        kwargs = row_column(row, "interaction_kwargs")
+        named = row_column(row, "environment") or (
+            kwargs.get("name") if isinstance(kwargs, Mapping) else None
+        )
         if named is None and agent_name(row) in self.environments:
             return agent_name(row)
         if named is None and len(self.environments) == 1:
@@ -259,14 +261,5 @@ async def _cancel(tasks: Collection[asyncio.Future[Any]]) -> None:
 
 def agent_name(row: Mapping[str, Any]) -> str | None:
     """The column `agent_name`."""
-    name = _column(row, "agent_name")
+    name = row_column(row, "agent_name")
     return None if name is None else str(name)
-
-
-def _column(row: Mapping[str, Any], name: str) -> Any:
-    """A column of the row, or the entry of that name in its extra_info."""
-    value = row.get(name)
-    if value is None:
-        extra = row.get("extra_info")
-        value = extra.get(name) if isinstance(extra, Mapping) else None
-    return value

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from verl.agents.base import Message, ToolFailed, ToolsLost
+from verl.agents.base import Message, ToolFailed, ToolsLost, row_column
 from verl.agents.remote import CONCURRENCY, Answer, RemoteServer, plain_text
 from verl.config.sections.rollout import MultiTurnUserConfig
 from verl.errors import RESUME, ConfigError
@@ -90,9 +90,7 @@ class EndpointUser:
         await self._server.close()
 
     def _system(self, row: Mapping[str, Any]) -> Message:
-        extra = row.get("extra_info")
-        own = row.get("user_prompt") or (extra.get("user_prompt") if isinstance(extra, Mapping) else None)
-        prompt = str(own or self._config.prompt or DEFAULT_PROMPT)
+        prompt = str(row_column(row, "user_prompt") or self._config.prompt or DEFAULT_PROMPT)
         return {"role": "system", "content": prompt if STOP_MARK in prompt else f"{prompt}\n\n{_END_RULE}"}
 
     def _refused(self, answer: Answer) -> str:

@@ -129,7 +129,11 @@ class RLLoop:
                 if self.due(trainer.test_freq) or ending:
                     last |= self.validate()
             except ToolsLost:
-                self.save_complete_step(complete, last)
+                # Generation cannot continue: save the last step whose update is complete.
+                self.step_number = complete
+                if self.step_number > self.saved_step:
+                    self.save(last)
+                    self.checkpoints.wait()
                 raise
             found += self.health.check(self.step_number, last, self.batch)
             # Read once: a stop requested after this gets another step, so that the last step has its checkpoint.
@@ -328,13 +332,6 @@ class RLLoop:
         if saved is not None:
             self.saved_step = self.step_number
         return timer.metrics()
-
-    def save_complete_step(self, step: int, metrics: dict[str, float]) -> None:
-        """Generation cannot continue: save the last step whose update is complete."""
-        self.step_number = step
-        if self.step_number > self.saved_step:
-            self.save(metrics)
-            self.checkpoints.wait()
 
     def resume(self) -> None:
         state = self.checkpoints.resume(self.workers.checkpoint_parts(), self.load_state_dict)
