@@ -60,8 +60,8 @@ class ToolProvider(ABC):
 
     @abstractmethod
     async def call(self, key: str, call: ToolCall, timeout_s: float) -> str:
-        """The result as text, within `timeout_s`; `key` names the conversation, the tool is one of `schemas`. ToolFailed:
-        for the model to read; ToolsLost: the run must stop."""
+        """The result as text, within `timeout_s`; `key` names the conversation, the tool is one of `schemas`.
+        ToolFailed: for the model to read; ToolsLost: the run must stop."""
 
     async def end(self, key: str) -> None:  # noqa: B027 - most tools keep nothing per conversation
         """The conversation is over: free what is kept for it."""

@@ -58,20 +58,16 @@ class Experience(ABC):
         self.tokenizer = tokenizer
         self.loader = loader
         self.failures = FailureAccount(cfg.reward.max_failure_ratio)
+        self.generate: Callable[..., DataProto] = workers.generate
+        """Another function where samples are under way when prompts are scored."""
 
     @abstractmethod
     def collect(self, step: int, timer: Timer) -> tuple[DataProto, dict[str, float]]:
         """`data.train_batch_size` prompts with `rollout.n` scored responses each, and metrics of their rewards."""
 
-    def score(
-        self,
-        prompts: DataProto,
-        settings: GenerationSettings,
-        timer: Timer,
-        generate: Callable[..., DataProto] | None = None,
-    ) -> DataProto:
+    def score(self, prompts: DataProto, settings: GenerationSettings, timer: Timer) -> DataProto:
         """Generate and score these prompts now, with the current policy. Rewards run while other responses are still
-        being generated. `generate`: instead of the workers' own, where others are under way."""
+        being generated."""
         repeated, rewards, first = prompts.repeat(settings.n), self.rewards, self.first_index
         without_score: dict[int, RewardResult] = {}
 
@@ -81,7 +77,7 @@ class Experience(ABC):
                 without_score[first + row] = failure
 
         with timer("gen"):
-            batch = (generate or self.workers.generate)(prompts, settings, on_finish)
+            batch = self.generate(prompts, settings, on_finish)
         indices = range(first, first + len(batch))
         with timer("reward"):
             wanted = [index for index in indices if index not in without_score] if first else None
@@ -172,24 +168,20 @@ def submit_reward(
     if conversation is not None and conversation.error is not None:
         return RewardResult(None, error=conversation.error)
     ids = result.token_ids if conversation is None else conversation.drawn_ids
+    # What data.max_response_length bounds: all tokens, or with history=split those of the longest turn.
+    turns = [] if conversation is None else conversation.model_turns
+    split = any(turn.prompt_ids is not None for turn in turns)
+    length = max(turn.end - turn.start for turn in turns) if split else len(result.token_ids)
     sample = reward_sample(
         prompts,
         row,
         text=tokenizer.decode(ids, skip_special_tokens=True),
-        length=limited_length(result),
+        length=length,
         truncated=result.finish_reason == "length",
         conversation=conversation,
     )
     rewards.submit(replace(sample, index=index))
     return None
-
-
-def limited_length(result: Response | Conversation) -> int:
-    """The tokens that data.max_response_length bounds: all of them, or with history=split those of the longest turn."""
-    turns = [] if isinstance(result, Response) else result.model_turns
-    if any(turn.prompt_ids is not None for turn in turns):
-        return max(turn.end - turn.start for turn in turns)
-    return len(result.token_ids)
 
 
 class DynamicSampling:

@@ -12,8 +12,8 @@ from verl.data.proto import DataProto
 from verl.errors import TrainingHalted
 from verl.observe.metrics import Timer
 from verl.rollout.base import GenerationSettings
-from verl.trainer.streaming import StreamingExperience
-from verl.workers.roles import OnFinish
+from verl.trainer.streaming import VALIDATION, StreamingExperience
+from verl.workers.roles import OnFinish, rollouts_of
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +144,8 @@ class PoolExperience(StreamingExperience):
         self, prompts: DataProto, settings: GenerationSettings, on_finish: OnFinish
     ) -> DataProto:
         self.send_deferred()
-        return self.collected(prompts, settings, on_finish, self.wait)
+        samples = self.sampler.collect(prompts, settings, on_finish, VALIDATION, self.wait)
+        return rollouts_of(prompts, samples, settings.n, self.workers.pad_token_id)
 
     def state_dict(self) -> dict[str, Any]:
         # What ended the thread is raised by the next `collect`: the complete step must be saved first.

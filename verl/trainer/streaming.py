@@ -11,7 +11,7 @@ import copy
 import logging
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -106,6 +106,7 @@ class StreamingExperience(Experience):
         # Of its own: another thread decodes while this one does.
         self.decoder = copy.deepcopy(self.tokenizer)
         self.sampler = self.workers.sampler()
+        self.generate = self.generate_beside
 
     # ---- groups
 
@@ -204,15 +205,9 @@ class StreamingExperience(Experience):
             self._calls = 0.0
         return batch, agent_metrics(batch) | reward_metrics(batch) | calls
 
-    def score(
-        self,
-        prompts: DataProto,
-        settings: GenerationSettings,
-        timer: Timer,
-        generate: Callable[..., DataProto] | None = None,
-    ) -> DataProto:
+    def score(self, prompts: DataProto, settings: GenerationSettings, timer: Timer) -> DataProto:
         self._calls += self.call_metrics().get("reward/calls", 0.0)
-        batch = super().score(prompts, settings, timer, generate or self.generate_beside)
+        batch = super().score(prompts, settings, timer)
         self.call_metrics()  # those of validation belong to no step
         return batch
 
@@ -221,17 +216,6 @@ class StreamingExperience(Experience):
         self, prompts: DataProto, settings: GenerationSettings, on_finish: OnFinish
     ) -> DataProto:
         """As the workers' `generate`, while groups are ahead of training."""
-
-    def collected(
-        self,
-        prompts: DataProto,
-        settings: GenerationSettings,
-        on_finish: OnFinish,
-        run: Callable[[Callable[[], bool]], None],
-    ) -> DataProto:
-        """Samples of validation beside those of training."""
-        samples = self.sampler.collect(prompts, settings, on_finish, VALIDATION, run)
-        return rollouts_of(prompts, samples, settings.n, self.workers.pad_token_id)
 
     # ---- steps, weights and checkpoints
 
@@ -350,7 +334,8 @@ class CarryOverExperience(StreamingExperience):
             return self.workers.generate(prompts, settings, on_finish)
         # Conversations in progress hold places that validation may need: they go on beside it.
         with self.generating():
-            return self.collected(prompts, settings, on_finish, self.sampler.run)
+            samples = self.sampler.collect(prompts, settings, on_finish, VALIDATION)
+        return rollouts_of(prompts, samples, settings.n, self.workers.pad_token_id)
 
     def close(self) -> None:
         self.sampler.abort()
