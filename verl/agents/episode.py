@@ -15,8 +15,7 @@ from verl.agents.base import Message, Observation, ToolCall, ToolFailed, ToolRec
 from verl.agents.hosted import Called, HostedInfo
 from verl.agents.schemas import fit_arguments, schema_problem
 from verl.agents.tool_processes import Instance
-from verl.agents.toolset import SINGLE_TURN, Agents, agent_name
-from verl.agents.users import EndpointUser
+from verl.agents.toolset import SINGLE_TURN, Agents, EndpointUser, agent_name
 from verl.observe.live import live
 
 
