@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -49,46 +50,35 @@ _REWARD_COLUMNS = {"old_log_probs", "sum_pi_squared", "ref_log_prob"}
 """Of roles, needed before the rewards are final."""
 
 
+@dataclass(eq=False, repr=False)
 class RLLoop:
     """Trains a policy: generate, score, estimate advantages, update, and again."""
 
-    def __init__(
-        self,
-        cfg: PPOConfig,
-        *,
-        workers: WorkerGroup,
-        rewards: RewardManager,
-        tokenizer: Any,
-        train_loader: Loader,
-        val_loader: Loader | None,
-        run_folder: RunFolder,
-        tracker: FanOut,
-        checkpoints: CheckpointManager,
-        total_steps: int,
-        model_size: ModelSize | None = None,
-    ) -> None:
-        self.cfg = cfg
-        self.workers = workers
-        self.tokenizer = tokenizer
-        self.train_loader = train_loader
-        self.val_loader = val_loader
-        self.run_folder = run_folder
-        self.tracker = tracker
-        self.checkpoints = checkpoints
-        self.total_steps = total_steps
-        self.model_size = model_size
-        self.experience = build_experience(
-            cfg, workers, rewards, tokenizer, train_loader, total_steps=total_steps
-        )
+    cfg: PPOConfig
+    _: KW_ONLY
+    workers: WorkerGroup
+    rewards: InitVar[RewardManager]
+    tokenizer: Any
+    train_loader: Loader
+    val_loader: Loader | None
+    run_folder: RunFolder
+    tracker: FanOut
+    checkpoints: CheckpointManager
+    total_steps: int
+    model_size: ModelSize | None = None
+    batch: DataProto | None = field(default=None, init=False)
+    step_number: int = field(default=0, init=False)
+    saved_step: int = field(default=0, init=False)
+    stop_requested: bool = field(default=False, init=False)
+    repeat_to: int | None = field(default=None, init=False)
+    """The last step of `verl replay`, which saves nothing."""
+
+    def __post_init__(self, rewards: RewardManager) -> None:
+        cfg, parts = self.cfg, (self.cfg, self.workers, rewards, self.tokenizer, self.train_loader)
+        self.experience = build_experience(*parts, total_steps=self.total_steps)
         self.kl_controller = get_kl_controller(cfg.algorithm.kl_ctrl)
         self.health = HealthMonitor(cfg)
         self.generator = torch.Generator().manual_seed(cfg.trainer.seed)
-        self.batch: DataProto | None = None
-        self.step_number = 0
-        self.saved_step = 0
-        self.stop_requested = False
-        self.repeat_to: int | None = None
-        """The last step of `verl replay`, which saves nothing."""
 
     def fit(self) -> dict[str, float]:
         """Run to the end (or to `request_stop`) and return the last metrics."""

@@ -12,7 +12,7 @@ runs step by step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import torch
@@ -50,27 +50,23 @@ class Row:
     removed: bool = False
 
 
+@dataclass(eq=False, repr=False)
 class DeviceRunner:
-    def __init__(
-        self,
-        model: Any,
-        cache: DeviceCache,
-        state: DeviceState,
-        stopper: Stopper,
-        kinds: Kinds,
-        max_length: int,
-        fp8: bool = False,
-    ) -> None:
-        self.max_length = max_length
-        self.fp8 = fp8
-        self.cache = cache
-        self.state = state
-        self.ops: Ops = TritonOps() if state.device.type == "cuda" else TorchOps()
+    model: InitVar[Any]
+    cache: DeviceCache
+    state: DeviceState
+    stopper: Stopper
+    kinds: Kinds
+    max_length: int
+    fp8: bool = False
+
+    def __post_init__(self, model: Any) -> None:
+        self.ops: Ops = TritonOps() if self.state.device.type == "cuda" else TorchOps()
         self.use_graphs = False
         self.graph_error: str | None = None
         """Why the step cannot be captured, where it cannot."""
         self.rows: list[Row] = []
-        self._slots = list(range(state.capacity))
+        self._slots = list(range(self.state.capacity))
         """Those that are free."""
         self._in_flight = 0
         """Decode steps enqueued since the last poll that was read."""
@@ -85,7 +81,7 @@ class DeviceRunner:
         self.graphs: dict[tuple[int, Kinds | None], torch.cuda.CUDAGraph] = {}
         self._recorder: GraphRecorder | None = None
         self.rebind(model)
-        self.configure(stopper, kinds)
+        self.configure(self.stopper, self.kinds)
 
     def configure(self, stopper: Stopper, kinds: Kinds) -> None:
         """How rows end, and the sampling features they need."""
