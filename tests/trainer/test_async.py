@@ -187,7 +187,7 @@ def test_every_prompt_is_trained_once_and_no_token_is_too_old(go, tmp_path, in_o
     assert Counter(chain(*steps)) == Counter(chain(*expected))
     # Nothing is thrown away for being long: what is trained is what was generated.
     assert Counter((uid, length) for uid, _, length in generated) == Counter(lengths)
-    if f"{MODE}=carry_over" not in mode and loop.experience.admission._window == 1:
+    if f"{MODE}=carry_over" not in mode and loop.experience.admission.window == 1:
         assert steps == expected
 
 

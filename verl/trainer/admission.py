@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from verl.data.loader import Loader
@@ -21,6 +21,7 @@ class _Group:
     finished: bool = False
 
 
+@dataclass
 class Admission:
     """The clock counts batches taken. A group started at clock c is taken at clock c + staleness at the latest.
 
@@ -31,41 +32,29 @@ class Admission:
     the oldest reach it in time. `take` leaves a group behind only where this is still so without the batch it gives.
     """
 
-    def __init__(
-        self,
-        batch: int,
-        staleness: int,
-        *,
-        window: int | None = None,
-        total: int | None = None,
-        limit: int | None = None,
-    ) -> None:
-        """`window`: a batch comes from this many of the oldest groups (1: in the order of their start; None: from
-        all); `total`: groups of the whole run; `limit`: the most groups started and not yet taken."""
-        if batch < 1 or staleness < 0 or (window is not None and window < 1):
-            raise ValueError(
-                f"batch and window must be at least 1 and staleness 0, got {batch=}, {window=}, {staleness=}"
-            )
-        if limit is not None and limit < batch:
-            raise ValueError(f"limit must be at least the batch of {batch} groups, got {limit}")
-        self._batch = batch
-        self._staleness = staleness
-        self._window = window
-        self._total = total
-        self._limit = limit
-        self.clock = 0
-        self._groups: dict[str, _Group] = {}  # not yet taken, in the order of their start
+    batch: int
+    staleness: int
+    _: KW_ONLY
+    window: int | None = None
+    """A batch comes from this many of the oldest groups (1: in the order of their start; None: from all)."""
+    total: int | None = None
+    """Groups of the whole run."""
+    limit: int | None = None
+    """The most groups started and not yet taken; at least a batch."""
+    clock: int = field(default=0, init=False)
+    _groups: dict[str, _Group] = field(default_factory=dict, init=False)
+    """Not yet taken, in the order of their start."""
 
     def capacity(self, synced: int) -> int:
         """How many groups may start with the weights that were sent at clock `synced`.
 
         A batch needs `synced` >= clock - staleness: with older weights there is no capacity for the groups it lacks."""
-        most = (self._staleness + synced + 1) * self._batch
-        if self._total is not None:
-            most = min(most, self._total)
-        capacity = most - self.clock * self._batch - len(self._groups)
-        if self._limit is not None:
-            capacity = min(capacity, self._limit - len(self._groups))
+        most = (self.staleness + synced + 1) * self.batch
+        if self.total is not None:
+            most = min(most, self.total)
+        capacity = most - self.clock * self.batch - len(self._groups)
+        if self.limit is not None:
+            capacity = min(capacity, self.limit - len(self._groups))
         return max(capacity, 0)
 
     def start(self, group: str, synced: int) -> None:
@@ -90,7 +79,7 @@ class Admission:
         if clock != self.clock:
             raise ValueError(f"{self.clock} batches have been taken, so the clock cannot be {clock}")
         picked, needed = self._oldest(clock)
-        if len(picked) < self._batch or needed:
+        if len(picked) < self.batch or needed:
             return None
         for group in picked:
             del self._groups[group]
@@ -104,17 +93,17 @@ class Admission:
         picked: list[str] = []
         passed: list[str] = []
         for name, group in self._groups.items():
-            if len(picked) == self._batch or len(passed) == self._window:
+            if len(picked) == self.batch or len(passed) == self.window:
                 break
             (picked if group.finished else passed).append(name)
-        full = len(picked) == self._batch
+        full = len(picked) == self.batch
         if full and not any(self._late(self._groups[name], i, clock + 1) for i, name in enumerate(passed)):
             passed = []
         return picked, passed
 
     def _late(self, group: _Group, older: int, clock: int) -> bool:
         """Whether a group with so many older ones may be too old when the batches from `clock` on take the oldest."""
-        return group.started + self._staleness < clock + older // self._batch
+        return group.started + self.staleness < clock + older // self.batch
 
     def waiting_for(self, clock: int) -> list[str]:
         """The unfinished groups that `take` waits for; none when it gives a batch or when too few are started."""
