@@ -94,9 +94,6 @@ class EveryTurn(ToolFormat):
     def parse(self, text: str) -> ParsedTurn:
         return ParsedTurn("", (ToolCall("lookup", {"key": zlib.crc32(text.encode())}),))
 
-    def render(self, calls: Any) -> str:
-        return ""
-
 
 class TurnByTurn(ConversationSampler):
     """All conversations wait for each other after generating and after their tools."""

@@ -75,9 +75,6 @@ class EveryTurn(ToolFormat):
     def parse(self, text: str) -> ParsedTurn:
         return ParsedTurn("", (type(self).call(text),))
 
-    def render(self, calls: Any) -> str:
-        return ""
-
 
 def chat_tokenizer() -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers

@@ -62,6 +62,10 @@ class TrainingHalted(VerlError):
     exit_code = 3
 
 
+class ToolsLost(TrainingHalted):
+    """A tool server went away and did not come back; the message has its address."""
+
+
 class RayStartError(VerlError):
     """Ray could not be started or joined."""
 

@@ -45,9 +45,6 @@ def plan_format(name: str, plan: Sequence[Sequence[str]]) -> None:
                 text, tuple(calls), tuple(self.problem("it is empty") for tool in chosen if not tool)
             )
 
-        def render(self, calls: Sequence[ToolCall]) -> str:
-            return "".join(call.name for call in calls)
-
 
 def talking_model(
     size: int,

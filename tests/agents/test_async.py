@@ -370,7 +370,7 @@ def test_validation_beside_more_conversations_than_there_are_places(go, tmp_path
         STEADY,
     )
     go(*sampled, folder="off")
-    monkeypatch.setattr(tool_processes, "MAX_SESSIONS", 2)
+    monkeypatch.setattr(tool_processes, "MAX_CONVERSATIONS", 2)
     suspended: list[int] = []
 
     def prepare(loop: Any) -> None:

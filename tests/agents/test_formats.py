@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -29,6 +32,25 @@ def parse(name: str, text: str) -> ParsedTurn:
     return get_format(name).parse(text)
 
 
+def written(name: str, calls: Sequence[ToolCall]) -> str:
+    """The calls as the model would write them."""
+
+    def text(value: Any) -> str:
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+    if name == "llama3_json":
+        return "; ".join(text({"name": call.name, "parameters": call.arguments}) for call in calls)
+    blocks = [text({"name": call.name, "arguments": call.arguments}) for call in calls]
+    if name == "qwen3_coder":
+        lines = "<parameter={}>\n{}\n</parameter>\n"
+        parameters = ["".join(lines.format(k, text(v)) for k, v in call.arguments.items()) for call in calls]
+        blocks = [
+            f"<function={call.name}>\n{inside}</function>"
+            for call, inside in zip(calls, parameters, strict=True)
+        ]
+    return "\n".join(f"<tool_call>\n{block}\n</tool_call>" for block in blocks)
+
+
 # ---- every format
 
 names = st.from_regex(r"[A-Za-z_][\w-]{0,10}", fullmatch=True)
@@ -50,13 +72,13 @@ def calls_of(value: st.SearchStrategy) -> st.SearchStrategy[list[ToolCall]]:
 @settings(max_examples=20)
 @given(calls=calls_of(values))
 def test_what_json_formats_write_they_read(name, calls):
-    assert parse(name, get_format(name).render(calls)) == ParsedTurn("", tuple(calls))
+    assert parse(name, written(name, calls)) == ParsedTurn("", tuple(calls))
 
 
 @settings(max_examples=20)
 @given(calls=calls_of(texts))
 def test_what_qwen3_coder_writes_it_reads(calls):
-    assert parse("qwen3_coder", get_format("qwen3_coder").render(calls)) == ParsedTurn("", tuple(calls))
+    assert parse("qwen3_coder", written("qwen3_coder", calls)) == ParsedTurn("", tuple(calls))
 
 
 PIECES = [
@@ -76,7 +98,7 @@ def test_any_text_is_taken_apart_without_an_exception(name, pieces):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_call_in_a_thinking_block_is_not_made(name):
-    call = get_format(name).render([ADD])
+    call = written(name, [ADD])
     assert parse(name, f"<think>I could write {call}").calls == ()
     assert parse(name, f"{call}</think>").calls == ()
     assert parse(name, f"<think>a</think>\n<think>{call}</think>").calls == ()
@@ -89,13 +111,13 @@ def test_a_call_in_a_thinking_block_is_not_made(name):
 @pytest.mark.parametrize("name", FORMATS)
 def test_marks_of_thinking_inside_an_argument_are_text(name):
     call = ToolCall("write", {"text": "<think> and </think>"})
-    assert parse(name, f"<think>Write it.</think>{get_format(name).render([call])}").calls == (call,)
+    assert parse(name, f"<think>Write it.</think>{written(name, [call])}").calls == (call,)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("value", ["what is </think>?", "<think>x</think>", "</think></think>"])
 def test_a_closing_mark_of_thinking_inside_an_argument_ends_no_thinking(name, value):
-    render = get_format(name).render
+    render = partial(written, name)
     first, call = ToolCall("add", {"a": "1"}), ToolCall("write", {"text": value})
     assert parse(name, render([call])).calls == (call,)
     assert parse(name, render([first, call])).calls == (first, call)
@@ -165,7 +187,7 @@ def test_hermes_reads_what_models_write_instead(text):
 
 def test_a_closing_mark_inside_an_argument_does_not_close_the_call():
     call = ToolCall("write", {"text": "</tool_call>"})
-    assert parse("hermes", get_format("hermes").render([call])).calls == (call,)
+    assert parse("hermes", written("hermes", [call])).calls == (call,)
 
 
 @pytest.mark.parametrize(
@@ -223,7 +245,7 @@ def test_qwen3_coder_says_what_is_wrong(inside, words):
 
 
 def test_values_that_are_no_text_are_written_as_json():
-    rendered = get_format("qwen3_coder").render([ToolCall("f", {"a": [1, True], "b": "x"})])
+    rendered = written("qwen3_coder", [ToolCall("f", {"a": [1, True], "b": "x"})])
     assert "\n[1, true]\n" in rendered and "\nx\n" in rendered
 
 
@@ -295,9 +317,6 @@ def test_formats_can_be_added_and_unknown_ones_are_named(monkeypatch):
 
         def parse(self, text):
             return ParsedTurn("", (ToolCall(text.lower(), {}),))
-
-        def render(self, calls):
-            return " ".join(call.name.upper() for call in calls)
 
     assert parse("shout", "ADD").calls == (ToolCall("add", {}),)
     assert "shout" in known_formats()

@@ -285,7 +285,7 @@ def test_string_prompts_cannot_be_templated_again(
 def test_an_environment_cannot_add_to_a_prompt_that_is_a_string(world: Talk) -> None:
     text = "<|im_start|>user\nQuestion?<|im_end|>\n<|im_start|>assistant\n"
     conversation = Conversation("u", 0, [1], prompt_messages(text))
-    talk: Any = SimpleNamespace(conversation=conversation, row={"prompt": text})
+    talk: Any = SimpleNamespace(conversation=conversation, episode=SimpleNamespace(row={"prompt": text}))
     with pytest.raises(
         DataError, match="must then be messages that end with the user's; it ends with 'a string'"
     ):

@@ -19,9 +19,9 @@ import pytest
 from tests.agents.stub_server import Answers, Drop, StubServer
 from verl.agents import remote
 from verl.agents.base import Observation, ToolCall, ToolFailed, ToolsLost
+from verl.agents.episode import Episode
 from verl.agents.formats import get_format
 from verl.agents.mcp import MCPTools
-from verl.agents.sessions import Session
 from verl.agents.tool_server import ServerTools, TextServer, connect_tool_server
 from verl.agents.toolset import Agents
 from verl.config.sections.rollout import MultiTurnConfig
@@ -190,7 +190,7 @@ def test_schemas_with_nulls_or_mistakes_end_no_run(serve, caplog, entry, warned)
     )
     agents = Agents(MultiTurnConfig(enable=True, tool_server=server.address), get_format("hermes"))
     try:
-        session = Session(agents, "s", {"prompt": "x"})
+        session = Episode(agents, "s", {"prompt": "x"})
         text = '<tool_call>{"name": "echo", "arguments": {"text": "a"}}</tool_call>'
         (record,) = agents.wait_for(session.respond(text, [])).records
     finally:
@@ -335,14 +335,6 @@ def test_a_compressed_answer_is_not_read(encoding):
 
     asyncio.run(run())
     assert read == []
-
-
-def test_an_unknown_tool_is_not_sent(serve):
-    server = serve(tools_and(echo))
-    with pytest.raises(ToolFailed, match="no tool 'nothing'. Tools: echo") as error:
-        call_once(server, name="nothing")
-    assert error.value.kind == "unknown"
-    assert [path for _, path, _ in server.requests] == ["/tools"]
 
 
 @pytest.mark.parametrize("value", [float("nan"), {1, 2}])

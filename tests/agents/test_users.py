@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.agents.stub_server import Answers, Drop, StubServer
 from verl.agents import remote
 from verl.agents.base import ToolFailed, ToolsLost
-from verl.agents.users import DEFAULT_PROMPT, STOP_MARK, EndpointUser, swap_roles
+from verl.agents.toolset import DEFAULT_PROMPT, STOP_MARK, EndpointUser, swap_roles
 from verl.config.sections.rollout import MultiTurnUserConfig
 from verl.errors import ConfigError
 

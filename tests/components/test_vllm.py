@@ -252,8 +252,6 @@ def test_requests_arrive_while_others_run_and_weights_change_between_steps(
     engine.submit([Request("early", [5, 9, 33], long)])
     assert engine.poll(0) == [] and engine.stats().waiting == 0 and engine.stats().running == 1
     engine.submit([Request("late", [7], SamplingParams(max_tokens=4, ignore_eos=True))])
-    with pytest.raises(RolloutError, match="'early' is outstanding already"):
-        engine.submit([Request("early", [5], long)])
     (late,) = engine.poll()
     assert late.request_id == "late" and late.policy_version == engine.version
     before = engine.version

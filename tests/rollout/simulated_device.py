@@ -10,13 +10,13 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from verl.rollout.base import Request, Response, Stopper
+from verl.rollout.base import Request, Response
 from verl.rollout.native import Limits
 from verl.rollout.native.block_manager import BlockManager, Copy
 from verl.rollout.native.device_runner import DeviceRunner
 from verl.rollout.native.scheduler import Chunk, Scheduler
 from verl.rollout.sampling import Kinds, mix, sequence_key
-from verl.rollout.sequence import Sequence, sequences_of
+from verl.rollout.sequence import Sequence, Stopper, sequences_of
 
 EOS = 0
 VOCABULARY = 12

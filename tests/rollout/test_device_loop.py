@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from verl.rollout import Request, SamplingParams
 from verl.rollout.hf import HFRollout
 from verl.rollout.native import Limits, NativeRollout
-from verl.rollout.native.device_runner import PROMPT_PASSES, DeviceRunner, graph_batch_size
+from verl.rollout.native.device_runner import PROMPT_PASSES, DeviceRunner
+from verl.rollout.native.scheduler import graph_batch_size
 
 
 @pytest.mark.parametrize("left", [0, 1, 2])

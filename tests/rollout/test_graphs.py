@@ -16,7 +16,7 @@ from verl.rollout import Request, SamplingParams
 from verl.rollout.native import Limits, NativeRollout
 from verl.rollout.native import engine as native_engine
 from verl.rollout.native.device_runner import DeviceRunner
-from verl.rollout.native.kv_cache import DeviceCache
+from verl.rollout.native.device_state import DeviceCache
 
 ERROR = "operation not permitted when stream is capturing\nand more lines"
 

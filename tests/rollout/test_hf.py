@@ -136,11 +136,6 @@ def test_bad_requests_are_refused_before_anything_runs(
         engine.generate([Request("fine", [1, 2]), request])
 
 
-def test_twice_the_same_request_is_refused(tiny: Callable[..., Any]) -> None:
-    with pytest.raises(RolloutError, match="submitted twice"):
-        HFRollout(tiny("llama"), None).generate([Request("a", [1]), Request("a", [2])])
-
-
 def test_the_module_is_left_as_it_was(tiny: Callable[..., Any]) -> None:
     model = tiny("llama")
     model.train()

@@ -10,8 +10,8 @@ import torch
 from transformers import DynamicCache
 
 from verl.rollout import Request, Response, SamplingParams
-from verl.rollout.base import VersionLog
 from verl.rollout.native import Limits, NativeRollout
+from verl.rollout.sequence import Sequence
 
 Engine = Callable[..., NativeRollout]
 PROMPT = [50 + i for i in range(20)]
@@ -171,12 +171,19 @@ def test_a_key_of_its_own_gives_a_request_the_draws_of_another(
 
 
 def test_a_version_that_drew_nothing_leaves_no_change() -> None:
-    log = VersionLog(1)
-    log.change(0, 2)
-    log.change(4, 3)
-    log.change(4, 2)
-    assert (log.first, log.changes) == (2, [])
-    log.change(4, 5)
-    log.change(9, 5)
-    log.change(9, 6)
-    assert log.changes == [(4, 5), (9, 6)] and log.within(9) == [(4, 5)]
+    sequence = Sequence(Request("a", PROMPT, LONG), 0, 1)
+
+    def change(drawn: int, version: int) -> None:
+        sequence.on_device = drawn
+        sequence.set_version(version)
+
+    change(0, 2)
+    change(4, 3)
+    change(4, 2)
+    assert (sequence.first_version, sequence.version_changes) == (2, [])
+    change(4, 5)
+    change(9, 5)
+    change(9, 6)
+    assert sequence.version_changes == [(4, 5), (9, 6)]
+    sequence.tokens += range(9)
+    assert sequence.response("stop").version_changes == [(4, 5)]

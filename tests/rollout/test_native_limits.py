@@ -11,9 +11,9 @@ import torch
 
 from verl.errors import RolloutError
 from verl.rollout import Request, SamplingParams
-from verl.rollout.base import Stopper
 from verl.rollout.native import Limits, NativeRollout
 from verl.rollout.native.engine_state import Sizes
+from verl.rollout.sequence import Stopper
 
 PATHS = pytest.mark.parametrize("on_device", [False, True], ids=["cpu path", "device path"])
 WORDS = SimpleNamespace(eos_token_id=2, decode=lambda ids, **_: "".join(f"w{token} " for token in ids))
@@ -151,7 +151,7 @@ def test_places_of_the_cache_that_nobody_wrote_are_never_read(
     architecture: str, tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cached prefixes, copies of shared blocks, preemptions and windows over a cache full of NaN."""
-    from verl.rollout.native.kv_cache import DeviceCache
+    from verl.rollout.native.device_state import DeviceCache
 
     made = DeviceCache.__init__
 
@@ -183,6 +183,6 @@ def test_a_cache_that_comes_back_is_not_cleared(tiny: Callable[..., Any]) -> Non
     memory.wake_up = lambda: setattr(memory, "mapped", True)
     cache._memory = memory
     cache.tensor.fill_(1)
-    assert cache.sleep() and cache.asleep and cache.bytes == 0
-    assert cache.wake_up() and not cache.asleep
+    assert cache.sleep() and cache.bytes == 0
+    assert cache.wake_up() and cache.bytes == cache.tensor.nbytes
     assert bool((cache.tensor == 1).all())

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.rollout import Request, SamplingParams
-from verl.rollout.base import Stopper
 from verl.rollout.external_engine import Sample
 from verl.rollout.native import Limits, NativeRollout
+from verl.rollout.sequence import Stopper
 
 PIECES = [
     "a",

@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 
 from verl.data.loader import EpochOrder, Loader, MixturePart
 from verl.data.proto import DataProto
-from verl.errors import CheckpointError
-from verl.trainer.admission import Admission
-from verl.trainer.prompt_queue import PromptQueue
+from verl.trainer.admission import Admission, PromptQueue
 
 ROWS = 10
 
@@ -147,19 +145,6 @@ def test_only_a_prompt_that_was_drawn_can_be_trained_and_only_once() -> None:
     for wrong in (uids[0], "7-1"):
         with pytest.raises(ValueError, match=f"'{wrong}' was not drawn"):
             queue.trained([wrong])
-
-
-@pytest.mark.parametrize(
-    "change", [{"loader": None}, {"loader": {}}, {"trained": "0-1"}, {"trained": [1]}, {"trained": None}]
-)
-def test_a_damaged_state_is_refused_and_changes_nothing(change: dict[str, Any]) -> None:
-    queue = PromptQueue(loader(3))
-    queue.trained(draw(queue, 4)[1:])
-    before = saved(queue)
-    for state in ({**before, **change}, None, {}, []):
-        with pytest.raises(CheckpointError, match="damaged"):
-            queue.load_state_dict(state)  # type: ignore[arg-type]
-    assert saved(queue) == before and draw(queue, 3) == in_order(7, loader(3))[4:]
 
 
 class Trainer:

@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.workers.local_server import Server
+from verl.config.sections.rollout import RolloutConfig
 from verl.rollout.base import Request, Response, RolloutEngine, SamplingParams
 from verl.rollout.native import NativeRollout
 from verl.rollout.weight_sync import broadcast
@@ -22,7 +24,7 @@ from verl.rollout.weight_sync.probe import SAMPLES
 
 WAIT_S = 240
 LONG = SamplingParams(max_tokens=40, ignore_eos=True)
-SETTINGS: dict[str, Any] = {"vocab_size": 20, "max_length": None, "precision": "float32"}
+INFO: Any = SimpleNamespace(vocab_size=20, dtype="float32")
 
 
 @pytest.fixture
@@ -254,7 +256,7 @@ def test_the_probe_takes_no_response_of_others_and_is_drawn_by_the_new_weights(
     def sync() -> Any:
         change_weights(model)
         engine.update_weights(None, 1)
-        return report(engine, Manifest(), **SETTINGS, max_running=100, keep=keep)
+        return report(engine, Manifest(), INFO, RolloutConfig(), keep)
 
     def before(number: int) -> None:
         if number == 3:
@@ -267,9 +269,7 @@ def test_the_probe_takes_no_response_of_others_and_is_drawn_by_the_new_weights(
     assert set(found) == {("soon", 0), ("soon", 1), ("a", 0), ("b", 0)}
     assert during == ["soon", "soon"]
     assert all(response.finish_reason == "length" for response in found.values())
-    fresh = report(
-        NativeRollout(model, None), Manifest(), **SETTINGS, max_running=100, keep=lambda responses: None
-    )
+    fresh = report(NativeRollout(model, None), Manifest(), INFO, RolloutConfig(), lambda responses: None)
     arrival = answers[0].result(WAIT_S)
     assert sorted(arrival.tokens) == sorted(fresh.tokens) and len(arrival.tokens) == SAMPLES
 
@@ -281,7 +281,9 @@ def test_a_full_engine_is_not_probed(
     answers: list[Any] = []
 
     def sync(max_running: int) -> Any:
-        return report(engine, Manifest(), **SETTINGS, max_running=max_running, keep=server.sampler.deliver)
+        return report(
+            engine, Manifest(), INFO, RolloutConfig(max_num_seqs=max_running), server.sampler.deliver
+        )
 
     def before(number: int) -> None:
         if number in (2, 4):

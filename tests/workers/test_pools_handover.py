@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -113,8 +114,8 @@ def test_a_module_takes_the_weights_and_shows_them_by_log_probs(llama: Callable[
     def receive(broadcast: Broadcast) -> Any:
         received = load_into(engine_module, broadcast.receive())
         engine.update_weights(ModuleWeights(engine_module), 4)
-        settings = {"vocab_size": 50, "max_length": 20, "precision": "float32", "max_running": 1}
-        return report(engine, received, **settings, keep=lambda responses: None)
+        info: Any = SimpleNamespace(vocab_size=50, dtype="float32")
+        return report(engine, received, info, RolloutConfig(max_model_len=20), lambda responses: None)
 
     sent, arrival = linked([lambda broadcast: broadcast.send(trainer.state_dict().items()), receive])
     compare(sent, arrival.received, 4, "engine")

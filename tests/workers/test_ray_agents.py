@@ -28,7 +28,7 @@ from tests.workers import faults
 from verl.agents import remote
 from verl.agents.base import ToolCall
 from verl.errors import WorkersLost
-from verl.rollout.server_engine import free_port
+from verl.http_server import free_port
 
 pytestmark = [pytest.mark.components, pytest.mark.timeout(900)]
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from verl.rollout.server_engine import free_port
+from verl.http_server import free_port
 
 pytest.importorskip("ray", reason="needs Ray (make test-components)")
 pytestmark = [

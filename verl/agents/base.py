@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from verl.errors import TrainingHalted
+from verl.errors import ToolsLost as ToolsLost
 
 Schema = Mapping[str, Any]
 """An OpenAI function schema: {"type": "function", "function": {"name", "description", "parameters"}}."""
@@ -47,10 +47,6 @@ class ToolFailed(Exception):
         self.kind = kind
 
 
-class ToolsLost(TrainingHalted):
-    """A tool server went away and did not come back; the message has its address."""
-
-
 class ToolProvider(ABC):
     """Tools from one source."""
 
@@ -59,15 +55,15 @@ class ToolProvider(ABC):
     def schemas(self) -> Sequence[Schema]:
         """Of its tools; known after `open`."""
 
-    @abstractmethod
-    async def open(self) -> None:
+    async def open(self) -> None:  # noqa: B027 - some are opened by what they are made from
         """Connect and read the schemas. ConfigError names the key, the address or path, and what was tried."""
 
     @abstractmethod
-    async def call(self, session: str, call: ToolCall, timeout_s: float) -> str:
-        """The result as text, within `timeout_s`. ToolFailed: for the model to read; ToolsLost: the run must stop."""
+    async def call(self, key: str, call: ToolCall, timeout_s: float) -> str:
+        """The result as text, within `timeout_s`; `key` names the conversation, the tool is one of `schemas`.
+        ToolFailed: for the model to read; ToolsLost: the run must stop."""
 
-    async def end(self, session: str) -> None:  # noqa: B027 - most tools keep nothing per conversation
+    async def end(self, key: str) -> None:  # noqa: B027 - most tools keep nothing per conversation
         """The conversation is over: free what is kept for it."""
 
     @abstractmethod
@@ -95,3 +91,9 @@ class ToolRecord:
     seconds: float = 0.0
     reward: float | None = None
     """That the tool gave for this call."""
+
+
+def row_column(row: Mapping[str, Any], name: str) -> Any:
+    """A column of the row, or the entry of that name in its extra_info."""
+    value, extra = row.get(name), row.get("extra_info")
+    return extra.get(name) if value is None and isinstance(extra, Mapping) else value

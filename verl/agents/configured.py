@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from verl.agents.base import Message, Schema, ToolFailed
+from verl.agents.base import Message, Schema, ToolFailed, row_column
 from verl.agents.hosted import (
     Called,
     Hosted,
@@ -113,7 +113,8 @@ def load_tools_yaml(path: str, key: str) -> HostedFactory:
                 f"{entry.where}: execute asks for agent_data, an agent loop's object; there is none here."
             )
         tools[name] = (entry, schema)
-    scored = any(_overrides(entry.kind, "calc_reward", BaseTool) for entry in entries)
+    kinds = [entry.kind for entry in entries]
+    scored = any(getattr(kind, "calc_reward", None) not in (None, BaseTool.calc_reward) for kind in kinds)
     info = HostedInfo(
         name=path,
         schemas=[schema for _, schema in tools.values()],
@@ -166,7 +167,8 @@ class HostedTools(Hosted):
         self._kwargs: Mapping[str, Any] = {}
 
     async def reset(self, row: dict[str, Any]) -> str | None:
-        self._kwargs = row_column(row, "tools_kwargs")
+        kwargs = row_column(row, "tools_kwargs")
+        self._kwargs = kwargs if isinstance(kwargs, Mapping) else {}
         return None
 
     async def call(self, name: str, arguments: dict[str, Any]) -> Called:
@@ -252,7 +254,8 @@ class HostedInteraction(Hosted):
         self._turn_reward: float | None = None
 
     async def reset(self, row: dict[str, Any]) -> str | None:
-        self._kwargs, instance = dict(row_column(row, "interaction_kwargs")), uuid4().hex
+        kwargs, instance = row_column(row, "interaction_kwargs"), uuid4().hex
+        self._kwargs = dict(kwargs) if isinstance(kwargs, Mapping) else {}
         made = await finished(self._interaction.start_interaction(instance, **self._kwargs))
         self._instance = made if isinstance(made, str) else instance
         return None
@@ -274,18 +277,3 @@ class HostedInteraction(Hosted):
             takes = parameters_of(finalize)
             await finished(finalize(*((self._instance,) if takes.names or takes.any_number else ())))
             self._instance = None
-
-
-# ---- both
-
-
-def row_column(row: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """A mapping in a column of the row, or in its extra_info."""
-    value = row.get(name)
-    if value is None and isinstance(extra := row.get("extra_info"), Mapping):
-        value = extra.get(name)
-    return value if isinstance(value, Mapping) else {}
-
-
-def _overrides(kind: type, method: str, base: type) -> bool:
-    return getattr(kind, method, None) not in (None, getattr(base, method))

@@ -149,11 +149,6 @@ def conversation_metrics(conversations: Sequence[Conversation]) -> dict[str, flo
     return metrics
 
 
-def is_count(name: str) -> bool:
-    """Whether a metric of `conversation_metrics` adds up over batches."""
-    return name.startswith("tools/")
-
-
 def _plain(record: ToolRecord) -> dict[str, Any]:
     """Name, arguments and failure of a call; its result is the message that follows, and its time differs by run."""
     call: dict[str, Any] = {"name": record.name, "arguments": record.arguments}
@@ -183,7 +178,11 @@ def pack_conversations(conversations: Sequence[Conversation]) -> dict[str, Any]:
     prompts = [turn.prompt_ids for each in conversations for turn in each.turns]
     return {
         "conversations": [
-            {name: getattr(each, name) for name in _FIELDS} | {"turns": [_plain_turn(t) for t in each.turns]}
+            {name: getattr(each, name) for name in _FIELDS}
+            | {
+                # Their prompts are in an array; here is only whether there is one.
+                "turns": [{**asdict(turn), "prompt_ids": turn.prompt_ids is not None} for turn in each.turns]
+            }
             for each in conversations
         ],
         "turn_prompts": pack_rows([ids for ids in prompts if ids is not None], np.int64),
@@ -210,8 +209,3 @@ def unpack_conversations(packed: dict[str, Any]) -> list[Conversation]:
             conversation.turns.append(Turn(**{**turn, "records": records, "prompt_ids": prompt}))
         found.append(conversation)
     return found
-
-
-def _plain_turn(turn: Turn) -> dict[str, Any]:
-    """Its prompt is in an array; here is only whether it has one."""
-    return {**asdict(turn), "prompt_ids": turn.prompt_ids is not None}

@@ -31,10 +31,6 @@ class ToolFormat(ABC):
     def parse(self, text: str) -> ParsedTurn:
         """Take a turn apart. Never raises: what cannot be read becomes a problem."""
 
-    @abstractmethod
-    def render(self, calls: Sequence[ToolCall]) -> str:
-        """The calls as the model would write them."""
-
     def problem(self, why: str) -> str:
         return f"The tool call could not be read: {why}. Write a call like this: {self.example}"
 
@@ -226,10 +222,6 @@ class Hermes(_Blocks):
         value, end = _decode(text, position)
         return _call(value, "arguments", "parameters"), end
 
-    def render(self, calls: Sequence[ToolCall]) -> str:
-        texts = (json.dumps({"name": c.name, "arguments": c.arguments}, ensure_ascii=False) for c in calls)
-        return "\n".join(f"{self.opening}\n{text}\n{self.closing}" for text in texts)
-
 
 @register_tool_format("qwen3_coder")
 class Qwen3Coder(_Blocks):
@@ -258,26 +250,6 @@ class Qwen3Coder(_Blocks):
         if not text.startswith("</function>", position):
             raise ValueError(f"<function={opened.group(1)}> is not closed by </function>")
         return ToolCall(opened.group(1), arguments), position + len("</function>")
-
-    def render(self, calls: Sequence[ToolCall]) -> str:
-        def value(of: Any) -> str:
-            return of if isinstance(of, str) else json.dumps(of, ensure_ascii=False)
-
-        return "\n".join(
-            "\n".join(
-                (
-                    self.opening,
-                    f"<function={call.name}>",
-                    *(
-                        f"<parameter={name}>\n{value(of)}\n</parameter>"
-                        for name, of in call.arguments.items()
-                    ),
-                    "</function>",
-                    self.closing,
-                )
-            )
-            for call in calls
-        )
 
 
 @register_tool_format("llama3_json")
@@ -308,8 +280,3 @@ class Llama3Json(ToolFormat):
             return _turn([before], calls, [self.problem(str(error))])
         rest = text[position:].removesuffix("<|eom_id|>").removesuffix("<|eot_id|>")
         return _turn([before, rest], calls, [])
-
-    def render(self, calls: Sequence[ToolCall]) -> str:
-        return "; ".join(
-            json.dumps({"name": c.name, "parameters": c.arguments}, ensure_ascii=False) for c in calls
-        )

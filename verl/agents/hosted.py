@@ -10,7 +10,7 @@ import dataclasses
 import inspect
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,12 +97,17 @@ class HostedObject(HostedFunctions):
         super().__init__([(tool, getattr(self._object, method)) for tool, method in tools])
 
     async def reset(self, row: dict[str, Any]) -> str | None:
-        takes = for_parameters(self._object.reset, row) if "reset" in self._hooks else {}
-        return _text_or_none(await self._hook("reset", **takes), "reset")
+        if "reset" not in self._hooks:
+            return None
+        takes = parameters_of(self._object.reset)
+        columns = {name: value for name, value in row.items() if takes.takes_any or name in takes.names}
+        return _text_or_none(await self._hook("reset", **columns), "reset")
 
     async def user(self, reply: str, messages: list[Message]) -> str | None:
-        takes = parameters_of(self._object.user) if "user" in self._hooks else None
-        both = takes is not None and (len(takes.names) > 1 or takes.any_number)
+        if "user" not in self._hooks:
+            return None
+        takes = parameters_of(self._object.user)
+        both = len(takes.names) > 1 or takes.any_number
         return _text_or_none(await self._hook("user", *((reply, messages) if both else (reply,))), "user")
 
     async def turn_reward(self) -> float | None:
@@ -113,9 +118,9 @@ class HostedObject(HostedFunctions):
 
     async def _hook(self, name: str, *arguments: Any, **named: Any) -> Any:
         """What the hook returns; None where the class has none."""
-        return (
-            await finished(getattr(self._object, name)(*arguments, **named)) if name in self._hooks else None
-        )
+        if name not in self._hooks:
+            return None
+        return await finished(getattr(self._object, name)(*arguments, **named))
 
     async def close(self) -> None:
         if callable(close := getattr(self._object, "close", None)):
@@ -129,9 +134,7 @@ async def finished(value: Any) -> Any:
     """A value, or that of a coroutine."""
     if not inspect.isawaitable(value):
         return value
-    await asyncio.sleep(
-        0
-    )  # the first step of a request runs outside the event loop (`verl.user_process.Steps`)
+    await asyncio.sleep(0)  # a request's first step runs outside the event loop (`verl.user_process.Steps`)
     return await value
 
 
@@ -190,9 +193,3 @@ def parameters_of(function: Callable[..., Any], method: bool = False) -> Paramet
         takes_any=any(p.kind is p.VAR_KEYWORD for p in every),
         any_number=any(p.kind is p.VAR_POSITIONAL for p in every),
     )
-
-
-def for_parameters(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of `values` the function has a parameter for."""
-    takes = parameters_of(function)
-    return {name: value for name, value in values.items() if takes.takes_any or name in takes.names}

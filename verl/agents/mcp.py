@@ -86,10 +86,7 @@ class MCPTools(ToolProvider):
             await self.close()
             raise ConfigError(f"{self._key}={self.target}: the server has no tools")
 
-    async def call(self, session: str, call: ToolCall, timeout_s: float) -> str:
-        names = [schema["function"]["name"] for schema in self._schemas]
-        if call.name not in names:
-            raise ToolFailed(f"There is no tool {call.name!r}. Tools: {', '.join(names)}.", "unknown")
+    async def call(self, key: str, call: ToolCall, timeout_s: float) -> str:
         try:  # what the package cannot write would cost it the connection
             json.dumps(call.arguments, ensure_ascii=False, allow_nan=False).encode()
         except (TypeError, ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Conversations as coroutines: a turn is sampled, its session answers, and the answer becomes part of the next prompt.
+"""Conversations as coroutines: a turn is sampled, its episode answers, and the answer becomes part of the next prompt.
 
 Each conversation advances on its own while others generate. The draws are keyed by `uid#sample/turn`, so that they
 depend on seed, uid, sample and turn only, not on how long tools take or on what else runs.
@@ -13,15 +13,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from verl.agents.base import Message, Schema, ToolFailed
+from verl.agents.base import Message, ToolFailed
 from verl.agents.conversation import (
     Conversation,
     pack_conversations,
     prompt_messages,
     unpack_conversations,
 )
+from verl.agents.episode import Answer, Episode
 from verl.agents.formats import detect_format, get_format
-from verl.agents.sessions import Answer, Session
 from verl.agents.templates import ChatTurns
 from verl.agents.toolset import END_S, KEY, ROUTING_COLUMNS, ROW_FIELDS, Agents
 from verl.config.sections.data import PromptsConfig
@@ -54,7 +54,8 @@ class ConversationRunner:
             logger.info(
                 "%s keeps the %s of long tool answers; up to 0.2.0 it kept the other half", name, kept
             )
-        self.agents = Agents(cfg, get_format(self.format_name(chat)))
+        self.agents = agents = Agents(cfg, get_format(self.format_name(chat)))
+        self.schemas, self.gives_rewards, self.close = agents.schemas, agents.gives_rewards, agents.close
         try:
             self.turns = ChatTurns(
                 chat,
@@ -80,18 +81,6 @@ class ConversationRunner:
                 "data.chat_template to a template with tools"
             )
         return name
-
-    def close(self) -> None:
-        self.agents.close()
-
-    def schemas(self, row: Mapping[str, Any]) -> list[Schema]:
-        """Of the tools that the conversation of a row has."""
-        return self.agents.schemas(row)
-
-    @property
-    def gives_rewards(self) -> bool:
-        """Whether no reward function is needed."""
-        return self.agents.gives_rewards
 
     def check_data(self, dataset: Any) -> None:
         """Refuse rows that name an environment or agent that does not exist, and prompts that the chat template would
@@ -139,8 +128,7 @@ class _Talk:
     """A conversation that has not ended."""
 
     conversation: Conversation
-    session: Session
-    row: dict[str, Any]
+    episode: Episode
     settings: GenerationSettings
     draw_key: str | None
     """Keys the draws of its turns, where its request ids must be others."""
@@ -176,8 +164,8 @@ class ConversationSampler(Sampler):
             for sample in samples:
                 conversation = Conversation(uid, sample, ids, prompt_messages(columns["raw_prompt"][number]))
                 key, row = f"{uid}#{sample}", row_of(prompts, number)
-                session = Session(self.agents, f"{prefix}{key}", row, seed_key=key)
-                talks.append((group, _Talk(conversation, session, row, settings, key if prefix else None)))
+                episode = Episode(self.agents, f"{prefix}{key}", row, seed_key=key)
+                talks.append((group, _Talk(conversation, episode, settings, key if prefix else None)))
         for group, talk in talks:
             self.agents.loop.call_soon_threadsafe(self._begin, group, talk, on_finish)
 
@@ -213,33 +201,33 @@ class ConversationSampler(Sampler):
 
     async def run_conversation(self, talk: _Talk) -> Conversation:
         """From the reset of the environment to its reward."""
-        conversation, session = talk.conversation, talk.session
+        conversation, episode = talk.conversation, talk.episode
         try:
             conversation.finish_reason = await self.converse(talk)
-            self.engine.release([session.key])
+            self.engine.release([episode.key])
             try:
-                conversation.environment_reward = await session.close()
+                conversation.environment_reward = await episode.close()
             except ToolFailed as failure:
                 conversation.error = conversation.error or f"the environment gave no reward: {failure.text}"
         except BaseException:
-            await self._give_up(session)
+            await self._give_up(episode)
             raise
         return conversation
 
-    async def _give_up(self, session: Session) -> None:
+    async def _give_up(self, episode: Episode) -> None:
         """What goes wrong is only logged: the run has failed already."""
         try:
-            self.engine.release([session.key])
+            self.engine.release([episode.key])
             async with asyncio.timeout(END_S):
-                await session.end()
+                await episode.end()
         except Exception as problem:
             logger.debug("ending a conversation: %s", problem)
 
     async def converse(self, talk: _Talk) -> str:
         """Let model and environment speak in turn; why it ended."""
-        conversation, session, sampling = talk.conversation, talk.session, talk.settings.sampling
+        conversation, episode, sampling = talk.conversation, talk.episode, talk.settings.sampling
         try:
-            opening = await session.open()
+            opening = await episode.open()
         except ToolFailed as failure:
             conversation.error = f"the environment could not be reset: {failure.text}"
             return "abort"
@@ -253,11 +241,11 @@ class ConversationSampler(Sampler):
             turn = len(conversation.model_turns)
             response = await self.sample(
                 Request(
-                    f"{session.key}/{turn}",
+                    f"{episode.key}/{turn}",
                     prompt,
                     replace(sampling, max_tokens=left),
                     seed=talk.settings.seed,
-                    prefix_id=session.key,
+                    prefix_id=episode.key,
                     key=None if talk.draw_key is None else f"{talk.draw_key}/{turn}",
                 )
             )
@@ -265,7 +253,7 @@ class ConversationSampler(Sampler):
             conversation.add_model_turn(response, text, prompt_ids=prompt if self.split else None)
             if response.finish_reason != "stop":
                 return response.finish_reason
-            ended = self.take_answer(talk, await session.respond(text, list(conversation.messages)))
+            ended = self.take_answer(talk, await episode.respond(text, list(conversation.messages)))
             if ended is not None:
                 return ended
 
@@ -273,7 +261,7 @@ class ConversationSampler(Sampler):
         """Add what the environment says at its start to the last message of the prompt; whether it fits."""
         conversation, limit = talk.conversation, self.runner.data.max_prompt_length
         last = conversation.messages[-1] if conversation.messages else {"role": ""}
-        if isinstance(talk.row["prompt"], str):
+        if isinstance(talk.episode.row["prompt"], str):
             last = {"role": ""}
         if last["role"] != "user" or not isinstance(last.get("content"), str):
             raise DataError(
@@ -282,7 +270,7 @@ class ConversationSampler(Sampler):
             )
         joined = f"{last['content']}\n{opening}" if last["content"] else opening
         conversation.messages[-1] = {**last, "content": joined}
-        prompt = self.turns.prompt(conversation.messages, self.agents.schemas(talk.row))
+        prompt = self.turns.prompt(conversation.messages, self.agents.schemas(talk.episode.row))
         if len(prompt) > limit:
             conversation.error = (
                 f"with the text that reset() returned, the prompt has {len(prompt)} tokens; "
@@ -296,7 +284,7 @@ class ConversationSampler(Sampler):
         """What the next turn is generated from."""
         conversation = talk.conversation
         if self.split and conversation.turns:
-            return self.turns.prompt(conversation.messages, self.agents.schemas(talk.row))
+            return self.turns.prompt(conversation.messages, self.agents.schemas(talk.episode.row))
         return [*conversation.prompt_ids, *conversation.token_ids]
 
     def tokens_left(self, talk: _Talk, prompt: int) -> int:

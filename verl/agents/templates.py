@@ -184,16 +184,13 @@ class ChatTurns:
         for as_calls in (False, True) if self._append else (False,):
             for call_id in ("call_1", "call00001"):
                 self._as_calls, self._hashed_ids = as_calls, len(call_id) == 9
+                answer = {"role": "tool", "name": "lookup", "tool_call_id": call_id, "content": ""}
                 with suppress(DataError):
-                    if self._writes_tools(call_id):
+                    turn = self._turn("said", [answer])
+                    if self.chat.writes_tool_role(turn, call_id, self._schemas):
                         return True
         self._as_calls = self._hashed_ids = False
         return False
-
-    def _writes_tools(self, call_id: str) -> bool:
-        """Whether the template has a role for tools, in a conversation of several turns."""
-        answer = {"role": "tool", "name": "lookup", "tool_call_id": call_id, "content": ""}
-        return self.chat.writes_tool_role(self._turn("said", [answer]), call_id, self._schemas)
 
     # -- the proof
 

@@ -24,15 +24,15 @@ from weakref import WeakValueDictionary
 
 from verl.agents.base import FailureKind, Message, ToolCall, ToolFailed, ToolsLost
 from verl.agents.builtin_tools import BuiltinTools, load_builtin
-from verl.agents.hosted import Called, Hosted, as_reward
-from verl.agents.tools import HostedFactory, HostedInfo, load_environment, load_tools, load_user
+from verl.agents.hosted import Called, Hosted, HostedFactory, HostedInfo, as_reward
+from verl.agents.tools import load_environment, load_tools, load_user
 from verl.errors import RESUME, ConfigError
 from verl.user_code import error_line
 from verl.user_process import Connection, PythonProcess, Service
 
 MAX_WORKERS = 256
 """Processes that run plain functions, at most; a call waits for one."""
-MAX_SESSIONS = 256
+MAX_CONVERSATIONS = 256
 """Conversations that have processes of their own, at most; the next one waits for the end of another."""
 MAX_RESULT = 1 << 20
 """Characters of a result that are kept, half of them from its end."""
@@ -191,8 +191,8 @@ class ToolProcesses:
         """An exception: why there is no further process, for the call that gets it."""
         self._waiting = 0
         self._adding: asyncio.Task[None] | None = None
-        self._free = asyncio.Semaphore(MAX_SESSIONS)
-        self._sessions: WeakValueDictionary[str, _Seat] = WeakValueDictionary()
+        self._free = asyncio.Semaphore(MAX_CONVERSATIONS)
+        self._seats: WeakValueDictionary[str, _Seat] = WeakValueDictionary()
         self._shown = 0
         self._closing = False
 
@@ -200,7 +200,10 @@ class ToolProcesses:
         """Import every target, in the fork server. ConfigError is the user's mistake, as found there."""
         self._server = await ForkServer.start(self._targets)
         self.targets = [self._targets[number] for number, _ in self._server.loaded]
-        self.infos = [_info(fields) for _, fields in self._server.loaded]
+        self.infos = [
+            HostedInfo(**{**fields, "hooks": tuple(fields["hooks"]), "columns": tuple(fields["columns"])})
+            for _, fields in self._server.loaded
+        ]
         return self.infos
 
     async def call(self, target: int, call: ToolCall, timeout_s: float) -> str:
@@ -217,13 +220,13 @@ class ToolProcesses:
             else:
                 self._idle.put_nowait(process)
 
-    def instance(self, target: int, session: str = "", seed_key: str | None = None) -> Instance:
-        """What one conversation gets for its own: a process, started at the first call. Instances of one `session`
-        share one of the `MAX_SESSIONS` places, so that they never wait for each other; `random` is seeded with it, or
-        with `seed_key`."""
+    def instance(self, target: int, conversation: str = "", seed_key: str | None = None) -> Instance:
+        """What one conversation gets for its own: a process, started at the first call. Instances of one `conversation`
+        share one of the `MAX_CONVERSATIONS` places, so that they never wait for each other; `random` is seeded with it,
+        or with `seed_key`."""
         seat = _Seat(self._free)
-        seat = self._sessions.setdefault(session, seat) if session else seat
-        return Instance(self, target, seed_key or session, seat, self.infos[target].replaceable)
+        seat = self._seats.setdefault(conversation, seat) if conversation else seat
+        return Instance(self, target, seed_key or conversation, seat, self.infos[target].replaceable)
 
     async def close(self) -> None:
         """End all processes; calls that run or wait fail. Safe to call twice."""
@@ -326,7 +329,7 @@ class ToolProcesses:
 
 @dataclass(eq=False)
 class _Seat:
-    """A conversation's place among `MAX_SESSIONS`, shared by its instances."""
+    """A conversation's place among `MAX_CONVERSATIONS`, shared by its instances."""
 
     free: asyncio.Semaphore
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -354,9 +357,8 @@ class Instance:
         self._owner = owner
         self._target = target
         self._seat = seat
-        self._seed = (
-            int.from_bytes(hashlib.sha256(seed_key.encode()).digest()[:8], "big") if seed_key else None
-        )
+        digest = hashlib.sha256(seed_key.encode()).digest()[:8]
+        self._seed = int.from_bytes(digest, "big") if seed_key else None
         self._replaceable = replaceable
         self._row: dict[str, Any] | None = None
         self._process: ToolProcess | None = None
@@ -405,24 +407,17 @@ class Instance:
             elif before.ended and not self._replaceable:
                 raise ToolFailed(f"The environment has ended: it {before.ended}.")
             if before is None or before.ended:
-                self._process, seed = ToolProcess(), self._seed
-                await self._owner._fork(self._process)
+                self._process = process = ToolProcess()
+                seed = self._seed
+                await self._owner._fork(process)
                 if before is not None and self._row is not None:
-                    await self._ask("reset", (self._row,), timeout_s, seed)
+                    again = (self._target, "reset", (self._row,), seed)
+                    await self._owner._ask(process, "reset", again, timeout_s)
                     seed = None
-            return await self._ask(method, arguments, timeout_s, seed, name)
-
-    async def _ask(
-        self, method: str, arguments: tuple[Any, ...], timeout_s: float, seed: int | None, name: str = ""
-    ) -> Any:
-        assert self._process is not None
-        request = (self._target, method, arguments, seed)
-        return await self._owner._ask(self._process, name or method, request, timeout_s)
-
-
-def _info(fields: dict[str, Any]) -> HostedInfo:
-    """JSON has no tuples."""
-    return HostedInfo(**{**fields, "hooks": tuple(fields["hooks"]), "columns": tuple(fields["columns"])})
+            else:
+                process = before
+            request = (self._target, method, arguments, seed)
+            return await self._owner._ask(process, name or method, request, timeout_s)
 
 
 def _called(answer: Any) -> Called:

@@ -61,19 +61,13 @@ class ServerTools(ToolProvider):
 
     def __init__(self, server: RemoteServer, schemas: Sequence[Schema]) -> None:
         self._server, self._schemas = server, schemas
-        self._names = [schema["function"]["name"] for schema in schemas]
 
     @property
     def schemas(self) -> Sequence[Schema]:
         return self._schemas
 
-    async def open(self) -> None:
-        """`connect_tool_server` has read the schemas."""
-
-    async def call(self, session: str, call: ToolCall, timeout_s: float) -> str:
-        if call.name not in self._names:
-            raise ToolFailed(f"There is no tool {call.name!r}. Tools: {', '.join(self._names)}.", "unknown")
-        body = {"name": call.name, "arguments": call.arguments, "session": session}
+    async def call(self, key: str, call: ToolCall, timeout_s: float) -> str:
+        body = {"name": call.name, "arguments": call.arguments, "session": key}
         answer = await self._server.request("POST", "/call", body, timeout_s=timeout_s)
         content = _object(answer)
         if isinstance(content.get("error"), str):
@@ -96,10 +90,10 @@ class TextServer:
         self._server = server
 
     async def observe(
-        self, session: str, text: str, extra_fields: Mapping[str, Any], last: bool, timeout_s: float
+        self, key: str, text: str, extra_fields: Mapping[str, Any], last: bool, timeout_s: float
     ) -> Observation:
         """What the server says to a turn. ToolFailed: for the model to read; ToolsLost: the run must stop."""
-        answer = await self._post(session, text, extra_fields, timeout_s, is_last_step=[last])
+        answer = await self._post(key, text, extra_fields, timeout_s, is_last_step=[last])
         content = _object(answer)
         try:
             (observation,), (done,), (valid,) = (content[key] for key in ("observations", "dones", "valids"))
@@ -111,21 +105,31 @@ class TextServer:
             )
         return Observation(plain_text(observation), bool(done), bool(valid))
 
-    async def end(self, session: str, timeout_s: float = 30.0) -> None:
+    async def end(self, key: str, timeout_s: float = 30.0) -> None:
         """The conversation is over: the server frees what it keeps. A failure is logged, no more: no text of the
         conversation depends on it."""
         try:
-            await self._post(session, "", {}, timeout_s, finish=[True])
+            await self._post(key, "", {}, timeout_s, finish=[True])
         except (ToolFailed, ToolsLost) as error:
-            _log.warning("%s: ending %s failed: %s", self._server.contact.address, session, error)
+            _log.warning("%s: ending %s failed: %s", self._server.contact.address, key, error)
 
     async def close(self) -> None:
         await self._server.close()
 
     async def _post(
-        self, session: str, text: str, extra_fields: Mapping[str, Any], timeout_s: float, **lists: list[bool]
+        self,
+        key: str,
+        text: str,
+        extra_fields: Mapping[str, Any],
+        timeout_s: float,
+        **lists: list[bool],
     ) -> Answer:
-        body = {"trajectory_ids": [session], "actions": [text], "extra_fields": [dict(extra_fields)], **lists}
+        body = {
+            "trajectory_ids": [key],
+            "actions": [text],
+            "extra_fields": [dict(extra_fields)],
+            **lists,
+        }
         return await self._server.request("POST", "/get_observation", body, timeout_s=timeout_s)
 
 

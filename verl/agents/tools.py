@@ -9,14 +9,12 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, TypeVar, overload
 
 from verl.agents.base import Schema
 from verl.agents.hosted import (
     HOOKS,
-    Hosted,
     HostedFactory,
     HostedFunctions,
     HostedInfo,
@@ -27,25 +25,9 @@ from verl.agents.schemas import NoSchema, ToolFunction
 from verl.errors import ConfigError
 from verl.user_code import attribute, import_path
 
-__all__ = [
-    "Environment",
-    "Hosted",
-    "HostedFactory",
-    "HostedInfo",
-    "load_environment",
-    "load_tools",
-    "load_user",
-    "tool",
-]
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _MARK = "__verl_tool__"
-
-
-@dataclass(frozen=True)
-class _Mark:
-    name: str | None = None
-    description: str | None = None
+"""The attribute of a marked function: its name and its description as a tool, where they are not its own."""
 
 
 @overload
@@ -58,7 +40,7 @@ def tool(function: Any = None, *, name: str | None = None, description: str | No
     `name` and `description` replace those of the function and of its docstring."""
 
     def mark(target: _Function) -> _Function:
-        setattr(getattr(target, "__func__", target), _MARK, _Mark(name, description))  # or a static method's
+        setattr(getattr(target, "__func__", target), _MARK, (name, description))  # or a static method's
         return target
 
     return mark if function is None else mark(function)
@@ -206,9 +188,9 @@ def _wanted_classes(spec: str, key: str, example: str) -> Sequence[type]:
 
 
 def _described(function: Callable[..., Any], key: str, where: str, method: bool = False) -> ToolFunction:
-    mark = getattr(function, _MARK, _Mark())
+    name, description = getattr(function, _MARK, (None, None))
     try:
-        return ToolFunction.of(function, mark.name, mark.description, method)
+        return ToolFunction.of(function, name, description, method)
     except NoSchema as error:
         advice = (
             ""
@@ -265,11 +247,7 @@ def _methods(kind: type, key: str, spec: str) -> list[tuple[ToolFunction, str]]:
         raise ConfigError(
             f"{key}={spec}: {kind.__name__}.get_reward would be a tool; the hook's name is reward."
         )
-    return [
-        (_described(found, key, spec, method=_takes_self(kind, name)), name)
-        for name, found in methods.items()
-    ]
-
-
-def _takes_self(kind: type, name: str) -> bool:
-    return not isinstance(inspect.getattr_static(kind, name), staticmethod | classmethod)
+    unbound = {
+        name for name in methods if isinstance(inspect.getattr_static(kind, name), staticmethod | classmethod)
+    }
+    return [(_described(found, key, spec, name not in unbound), name) for name, found in methods.items()]

@@ -1,4 +1,4 @@
-"""The tools, environments and users of a run, opened once, and the event loop in which sessions talk to them.
+"""The tools, environments and users of a run, opened once, and the event loop in which conversations run.
 
 The loop has a thread of its own, so that the tools of many conversations run while the engine generates.
 """
@@ -6,20 +6,23 @@ The loop has a thread of its own, so that the tools of many conversations run wh
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
+import os
+import re
 import threading
 from collections.abc import Collection, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
-from verl.agents.base import Schema, ToolCall, ToolProvider
+from verl.agents.base import Message, Schema, ToolCall, ToolFailed, ToolProvider, ToolsLost, row_column
 from verl.agents.formats import ToolFormat
+from verl.agents.hosted import HostedInfo
 from verl.agents.mcp import MCPTools
+from verl.agents.remote import CONCURRENCY, Answer, RemoteServer, plain_text
 from verl.agents.tool_processes import Target, ToolProcesses
 from verl.agents.tool_server import TextServer, connect_tool_server
-from verl.agents.tools import HostedInfo
-from verl.agents.users import EndpointUser
-from verl.config.sections.rollout import MultiTurnConfig
-from verl.errors import ConfigError, DataError
+from verl.config.sections.rollout import MultiTurnConfig, MultiTurnUserConfig
+from verl.errors import RESUME, ConfigError, DataError
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +37,18 @@ ROW_FIELDS = ("prompt", "data_source", "ground_truth", "extra_info")
 """What a row always has, besides the columns of its file."""
 END_S = 10.0
 """For conversations that are given up."""
+_USER = "rollout.multi_turn.user"
+STOP_MARK = "[[END]]"
+"""A reply with this mark ends the conversation."""
+DEFAULT_PROMPT = (
+    "You play a person who asks an assistant for help. The messages you receive are the assistant's. Stay in this "
+    "role: write only what the person says next, in one short message, and never do the assistant's work."
+)
+_END_RULE = (
+    f"When the person has what they wanted, or has nothing left to say, write {STOP_MARK} and nothing else."
+)
+_OPENING = "Hello, how can I help?"
+_THOUGHT = re.compile(r"<think>.*?(</think>|\Z)", re.DOTALL)
 
 
 class FunctionTools(ToolProvider):
@@ -46,10 +61,7 @@ class FunctionTools(ToolProvider):
     def schemas(self) -> Sequence[Schema]:
         return self._info.schemas
 
-    async def open(self) -> None:
-        """`Agents` has opened the processes."""
-
-    async def call(self, session: str, call: ToolCall, timeout_s: float) -> str:
+    async def call(self, key: str, call: ToolCall, timeout_s: float) -> str:
         return await self._processes.call(self._target, call, timeout_s)
 
     async def close(self) -> None:
@@ -209,8 +221,10 @@ class Agents:
         return str(named)
 
     def _environment_named(self, row: Mapping[str, Any]) -> Any:
-        kwargs = _column(row, "interaction_kwargs")
-        named = _column(row, "environment") or (kwargs.get("name") if isinstance(kwargs, Mapping) else None)
+        kwargs = row_column(row, "interaction_kwargs")
+        named = row_column(row, "environment") or (
+            kwargs.get("name") if isinstance(kwargs, Mapping) else None
+        )
         if named is None and agent_name(row) in self.environments:
             return agent_name(row)
         if named is None and len(self.environments) == 1:
@@ -262,14 +276,115 @@ async def _cancel(tasks: Collection[asyncio.Future[Any]]) -> None:
 
 def agent_name(row: Mapping[str, Any]) -> str | None:
     """The column `agent_name`."""
-    name = _column(row, "agent_name")
+    name = row_column(row, "agent_name")
     return None if name is None else str(name)
 
 
-def _column(row: Mapping[str, Any], name: str) -> Any:
-    """A column of the row, or the entry of that name in its extra_info."""
-    value = row.get(name)
-    if value is None:
-        extra = row.get("extra_info")
-        value = extra.get(name) if isinstance(extra, Mapping) else None
-    return value
+# ---- a user behind an endpoint
+
+
+class EndpointUser:
+    """Asks the endpoint for the user's next message."""
+
+    def __init__(self, config: MultiTurnUserConfig, concurrency: int = CONCURRENCY) -> None:
+        self._config = config
+        base = str(config.base_url).rstrip("/").removesuffix("/chat/completions")
+        if not re.match("https?://[^/]", base):
+            raise ConfigError(
+                f"{_USER}.base_url={config.base_url!r} is no HTTP address such as http://127.0.0.1:8000/v1"
+            )
+        secret = os.environ.get(config.api_key_env, "")
+        headers = {"Authorization": f"Bearer {secret}"} if secret else {}
+        self._server = RemoteServer(
+            base,
+            "The simulated user",
+            key=f"{_USER}.base_url",
+            concurrency=concurrency,
+            health="/models",
+            headers=headers,
+        )
+
+    async def open(self, timeout_s: float = 30.0) -> None:
+        """Check that the endpoint is there, takes the key and, where it lists its models, has this one."""
+        try:
+            answer = await self._server.request("GET", "/models", timeout_s=timeout_s)
+        except (ToolsLost, ToolFailed) as error:
+            raise ConfigError(f"{_USER}.base_url={self._config.base_url}: {error}") from error
+        if answer.status in (401, 403):
+            raise ConfigError(self._refused(answer))
+        try:
+            listed = [model["id"] for model in answer.json()["data"]] if answer.status == 200 else []
+        except (ValueError, KeyError, TypeError):
+            listed = []  # not every endpoint has a list
+        if listed and self._config.model not in listed:
+            raise ConfigError(
+                f"{_USER}.model={self._config.model!r} is not at {self._config.base_url}; it has: "
+                f"{', '.join(map(str, listed[:20]))}"
+            )
+
+    async def reply(
+        self, messages: Sequence[Message], row: Mapping[str, Any], timeout_s: float
+    ) -> str | None:
+        """The user's next message; None: the user ends the conversation. ToolFailed: no usable answer (in time);
+        ToolsLost: the run must stop."""
+        request = {"model": self._config.model, "messages": [self._system(row), *swap_roles(messages)]}
+        answer = await self._server.request("POST", "/chat/completions", request, timeout_s=timeout_s)
+        if answer.status in (401, 403, 404):  # no repetition helps
+            raise ToolsLost(f"{self._refused(answer)}. {RESUME[0].upper()}{RESUME[1:]}")
+        if answer.status != 200:
+            raise ToolFailed(f"The simulated user failed: {answer}")
+        try:
+            text = answer.json()["choices"][0]["message"]["content"] or ""
+            said = _THOUGHT.sub("", plain_text(text)).strip()
+        except (ValueError, KeyError, IndexError, TypeError):
+            raise ToolFailed(
+                f"The simulated user's answer has no choices[0].message.content: {answer}"
+            ) from None
+        return None if STOP_MARK in said or not said else said
+
+    async def close(self) -> None:
+        await self._server.close()
+
+    def _system(self, row: Mapping[str, Any]) -> Message:
+        prompt = str(row_column(row, "user_prompt") or self._config.prompt or DEFAULT_PROMPT)
+        return {"role": "system", "content": prompt if STOP_MARK in prompt else f"{prompt}\n\n{_END_RULE}"}
+
+    def _refused(self, answer: Answer) -> str:
+        return (
+            f"The endpoint {_USER}.base_url={self._config.base_url} refused model {self._config.model!r} with {answer}"
+            f". Check {_USER}.model, and the key in the variable {self._config.api_key_env} ({_USER}.api_key_env)"
+        )
+
+
+def swap_roles(messages: Sequence[Message]) -> list[Message]:
+    """The conversation as the user sees it: what the model said comes from "user", what the user said from "assistant".
+
+    System messages, tool calls with their results, and thoughts are left out. Roles alternate, beginning with "user",
+    as many chat templates demand."""
+    swapped: list[Message] = [{"role": "user", "content": _OPENING}]
+    for message, following in itertools.zip_longest(messages, messages[1:]):
+        role, text = message["role"], _plain(message)
+        if role not in ("assistant", "user") or _is_tool_result(message):
+            continue
+        if role == "assistant":
+            if following is not None and _is_tool_result(following):
+                continue
+            text = _THOUGHT.sub("", text).strip()
+        new = "user" if role == "assistant" else "assistant"
+        if swapped[-1]["role"] == new:
+            earlier = swapped.pop()["content"]
+            text = text if earlier is _OPENING else f"{earlier}\n\n{text}"
+        swapped.append({"role": new, "content": text})
+    return swapped
+
+
+def _is_tool_result(message: Message) -> bool:
+    """Templates without a role for tools put results into a user message."""
+    return message["role"] == "tool" or _plain(message).lstrip().startswith("<tool_response>")
+
+
+def _plain(message: Message) -> str:
+    content = message.get("content")
+    if isinstance(content, list):  # parts, as in requests with images
+        return "\n".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
+    return "" if content is None else str(content)

@@ -23,33 +23,7 @@ if TYPE_CHECKING:
     from verl.models.weight_source import WeightSource
 
 
-class VersionLog:
-    """`first` drew the first token; each of `changes` is (position of the first token it drew, version)."""
-
-    __slots__ = ("changes", "first")
-
-    def __init__(self, first: int) -> None:
-        self.first = first
-        self.changes: list[tuple[int, int]] = []
-
-    def change(self, drawn: int, version: int) -> None:
-        """The weights are those of `version` from now on, when `drawn` tokens are there."""
-        if self.changes and self.changes[-1][0] == drawn:
-            self.changes.pop()  # that version drew nothing
-        newest = self.changes[-1][1] if self.changes else self.first
-        if drawn == 0:
-            self.first = version
-        elif version != newest:
-            self.changes.append((drawn, version))
-
-    def within(self, count: int) -> list[tuple[int, int]]:
-        """The changes among the first `count` tokens."""
-        return [(position, version) for position, version in self.changes if position < count]
-
-
 FinishReason = Literal["stop", "length", "abort"]
-_STOP_TAIL = 8
-"""Tokens decoded beyond the bytes of a stop string, for tokens that decode to nothing by themselves."""
 
 
 @dataclass(frozen=True)
@@ -294,7 +268,10 @@ class BatchEngine(RolloutEngine):
                     if queued:
                         self._start_batch(list(queued))
             except BaseException:
-                self._drop_batches()
+                with self._batch_lock:
+                    self._batch, self._queued, self._aborted_queued, self._unanswered = None, (), (), 0
+                if batch is not None and hasattr(batch, "close"):
+                    batch.close()
                 raise
 
     def abort(self, request_ids: Iterable[str] | None = None) -> None:
@@ -316,21 +293,6 @@ class BatchEngine(RolloutEngine):
                 drawn_tokens=self._drawn_tokens or self._generated_tokens,
             )
 
-    def _drop_batches(self) -> None:
-        with self._batch_lock:
-            batch, self._batch, self._queued, self._aborted_queued = self._batch, None, (), ()
-            self._unanswered = 0
-        if batch is not None and hasattr(batch, "close"):
-            batch.close()
-
-    def _responses_to(self, requests: list[Request]) -> Iterator[Any]:
-        try:
-            yield None
-            while responses := self.poll():
-                yield from responses
-        finally:
-            self._drop_batches()
-
 
 def check_requests(
     requests: Sequence[Request],
@@ -343,13 +305,7 @@ def check_requests(
 
     `max_length` is the most tokens (prompt and response) one sequence may have in this engine; `position_limit` is that
     of `verl.models.rope`, for engines that cache keys."""
-    seen: set[str] = set()
     for request in requests:
-        if request.request_id in seen:
-            raise RolloutError(
-                f"request {request.request_id!r} was submitted twice; ids key the draws and must differ"
-            )
-        seen.add(request.request_id)
         problem = next(_problems(request, vocab_size, tokenizer, max_length), None)
         if problem is not None:
             raise RolloutError(f"request {request.request_id!r}: {problem}")
@@ -400,84 +356,6 @@ def _problems(
             f"prompt and max_tokens may reach {length} tokens; the limit is {max_length} (data.max_prompt_length, "
             "data.max_response_length, rollout.max_model_len)"
         )
-
-
-def eos_token_ids(model: Any, tokenizer: Any | None) -> frozenset[int]:
-    """Every token that ends a sequence: the model's generation config and the tokenizer's end token."""
-    found: set[int] = set()
-    for holder in (getattr(model, "generation_config", None), getattr(model, "config", None), tokenizer):
-        value = getattr(holder, "eos_token_id", None)
-        if isinstance(value, int):
-            found.add(value)
-        elif isinstance(value, (list, tuple)):
-            found.update(int(item) for item in value)
-    return frozenset(found)
-
-
-def check_finite(log_probs: Sequence[float]) -> None:
-    """Broken weights give NaN; drawing from that would go unnoticed."""
-    if not all(map(math.isfinite, log_probs)):
-        raise RolloutError(
-            "the logits are NaN or infinite: broken weights, or an overflow in this dtype (check the last update's "
-            "gradient norm and rollout.dtype)"
-        )
-
-
-class Stopper:
-    """Finds where a response ends: at a stop token, at a stop string, or at `max_tokens`."""
-
-    def __init__(self, tokenizer: Any | None, eos_ids: frozenset[int]) -> None:
-        self.tokenizer = tokenizer
-        self.eos_ids = eos_ids
-        # Stop strings are searched in the raw text: cleaning moves spaces that later tokens follow, so that the answer
-        # would depend on how many tokens are decoded at once.
-        cleans = getattr(tokenizer, "clean_up_tokenization_spaces", False)
-        self._decoding = {"clean_up_tokenization_spaces": False} if cleans else {}
-
-    def stop_ids(self, sampling: SamplingParams) -> frozenset[int]:
-        ids = frozenset(sampling.stop_token_ids)
-        return ids if sampling.ignore_eos else ids | self.eos_ids
-
-    def end(
-        self, token_ids: Sequence[int], start: int, sampling: SamplingParams, prompt_length: int = 0
-    ) -> tuple[int, FinishReason] | None:
-        """Where, among `token_ids[start:]`, the response `token_ids[prompt_length:]` ends and why; None if nowhere.
-
-        The tokens before `start` are known not to end it. (3, "stop") means that the first 3 of `token_ids` stay.
-        The work is linear in the new tokens, however long the response is.
-        """
-        longest = prompt_length + sampling.max_tokens
-        limit = min(len(token_ids), longest)
-        stopped = next((at + 1 for at in range(start, limit) if self._stops(token_ids[at], sampling)), None)
-        if sampling.stop and self.tokenizer is not None:
-            found = self._stop_string(token_ids, start, stopped or limit, sampling, prompt_length)
-            if found is not None:
-                return found, "stop"
-        if stopped is not None:
-            return stopped, "stop"
-        return (limit, "length") if limit == longest else None
-
-    def _stops(self, token: int, sampling: SamplingParams) -> bool:
-        return token in sampling.stop_token_ids or (token in self.eos_ids and not sampling.ignore_eos)
-
-    def _stop_string(
-        self, token_ids: Sequence[int], start: int, limit: int, sampling: SamplingParams, prompt_length: int
-    ) -> int | None:
-        """The first count above `start`, at most `limit`, of tokens whose newest ones contain a stop string.
-
-        All new tokens are decoded at once; only where that finds a stop string are they decoded one by one, to find
-        the token that completes it."""
-        # Bytes, not characters: byte-level tokenizers may use a token for each byte of a character.
-        tail = max(len(text.encode()) for text in sampling.stop) + _STOP_TAIL
-
-        def contains(first: int, count: int) -> bool:
-            ids = list(token_ids[max(prompt_length, first) : count])
-            text = self.tokenizer.decode(ids, skip_special_tokens=False, **self._decoding)  # type: ignore[union-attr]
-            return any(stop in text for stop in sampling.stop)
-
-        if start >= limit or not contains(start + 1 - tail, limit):
-            return None
-        return next((count for count in range(start + 1, limit + 1) if contains(count - tail, count)), None)
 
 
 LIVE_S = 0.05

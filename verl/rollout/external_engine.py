@@ -30,12 +30,10 @@ from verl.rollout.base import (
     Response,
     RolloutEngine,
     RolloutStats,
-    Stopper,
-    check_finite,
     check_requests,
 )
 from verl.rollout.sampling import mix
-from verl.rollout.sequence import Sequence
+from verl.rollout.sequence import Sequence, Stopper, check_finite
 from verl.rollout.source import model_info
 from verl.rollout.stale_files import new_path, remove, sweep
 from verl.rollout.weight_sync.broadcast import ReceivedWeights
@@ -150,17 +148,15 @@ class ExternalRollout(RolloutEngine):
         self.folder.mkdir(mode=0o700)
         (self.folder / "config.json").write_text(self.info.config_json)
 
-    # -- what an engine adds ------------------------------------------------------------------------------------
+    # -- what an engine adds; the rest does nothing on a rank that hosts none -----------------------------------
 
     @abstractmethod
     def _launch(self) -> None:
         """Check the settings, then start the engine."""
 
-    @abstractmethod
     def _start(self, samples: Seq[Sample]) -> None:
         """Queue samples; may be called from any thread, with the lock."""
 
-    @abstractmethod
     def _interrupt(self) -> None:
         """Stop all samples, with the tokens they have; `_start` lets those that have not `ended` continue."""
 
@@ -179,15 +175,12 @@ class ExternalRollout(RolloutEngine):
         """The same with a LoRA adapter; only where `separate_adapter`."""
         raise NotImplementedError
 
-    @abstractmethod
     def _reset_prefix_cache(self) -> None:
         """Drop what was cached with the old weights."""
 
-    @abstractmethod
     def _sleep(self) -> None:
         """Free the memory of weights and KV cache."""
 
-    @abstractmethod
     def _wake(self, tags: list[str]) -> None:
         """Allocate the memory of `weights`, of the `kv_cache`, or of both."""
 
@@ -203,11 +196,6 @@ class ExternalRollout(RolloutEngine):
     def _enqueue(self, requests: Seq[Request]) -> None:
         with self._lock:
             samples = [Sample(r, number, self.version) for r in requests for number in range(r.n)]
-            twice = [sample for sample in samples if sample.name in self._outstanding]
-            if twice:
-                raise RolloutError(
-                    f"request {twice[0].request.request_id!r} is outstanding already; request ids must differ"
-                )
             self._outstanding.update({sample.name: sample for sample in samples})
             if not self._updating:
                 self._start(samples)
@@ -340,7 +328,10 @@ class ExternalRollout(RolloutEngine):
     # -- memory -------------------------------------------------------------------------------------------------
 
     def sleep(self) -> None:
-        self._require_idle("sleep")
+        if self._outstanding:
+            raise RolloutError(
+                f"{self.name} cannot sleep now: {len(self._outstanding)} samples are outstanding"
+            )
         if self.can_sleep and not self.asleep:
             self._sleep()
             self.asleep = {"weights", "kv_cache"}
@@ -350,12 +341,6 @@ class ExternalRollout(RolloutEngine):
             self._wake_up(sorted(self.asleep, reverse=True))
         if self._unproven:
             self.prove()
-
-    def _require_idle(self, what: str) -> None:
-        if self._outstanding:
-            raise RolloutError(
-                f"{self.name} cannot {what} now: {len(self._outstanding)} samples are outstanding"
-            )
 
     def _wake_up(self, tags: list[str]) -> None:
         if torch.cuda.is_available():
@@ -392,12 +377,6 @@ class TPFollower(ExternalRollout):
     def submit(self, requests: Iterable[Request]) -> None:
         raise RolloutError(f"this rank follows the one that hosts {self.name}; requests go to that one")
 
-    def _start(self, samples: Seq[Sample]) -> None:
-        pass
-
-    def _interrupt(self) -> None:
-        pass
-
     def _advance(self, timeout_s: float | None) -> list[Response]:
         return []
 
@@ -406,15 +385,6 @@ class TPFollower(ExternalRollout):
 
     def _send_adapter(self, adapter: Adapter) -> None:
         deque(adapter.named_tensors, maxlen=0)
-
-    def _reset_prefix_cache(self) -> None:
-        pass
-
-    def _sleep(self) -> None:
-        pass
-
-    def _wake(self, tags: list[str]) -> None:
-        pass
 
     def prove(self) -> None:
         """The host compares log-probs; the trainer computes them on all ranks together."""

@@ -21,12 +21,10 @@ from verl.rollout.base import (
     LiveStats,
     Request,
     Response,
-    Stopper,
-    check_finite,
     check_requests,
 )
 from verl.rollout.sampling import SamplingBatch, sample, seen_tokens
-from verl.rollout.sequence import Sequence
+from verl.rollout.sequence import Sequence, Stopper, check_finite
 from verl.rollout.source import ModuleEngine, generation_mode, verify
 
 DEFAULT_BATCH = 256

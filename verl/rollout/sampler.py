@@ -21,13 +21,19 @@ from verl.data.proto import DataProto
 from verl.errors import RolloutError
 from verl.observe.live import live
 from verl.rollout.base import GenerationSettings, Request, Response, RolloutEngine
-from verl.rollout.samples import Finished, Kept, Task, begin_counting, joined, pack_samples, unpack_samples
+from verl.rollout.samples import (
+    Finished,
+    Kept,
+    Task,
+    begin_counting,
+    joined,
+    pack_responses,
+    unpack_responses,
+)
 
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-
-
 OnFinish = Callable[[Finished], None]
 
 
@@ -198,18 +204,15 @@ class Sampler:
             tasks = {self._tasks[name] for name in names if name in self._tasks}
             sent = [name for name, (task, _) in self._sent.items() if task in tasks]
             for task in tasks - {task for task, _ in self._sent.values()}:
-                self._end_suspended(task)
+                name = task.request.request_id
+                del self._tasks[name]
+                for sample, kept in task.missing.items():
+                    response = kept or Response(name, sample, [], [], "abort")
+                    self.post(partial(task.deliver, replace(response, finish_reason="abort")))
             for task in tasks:
                 task.cancelled = True
         if sent:
             self.engine.abort(sent)
-
-    def _end_suspended(self, task: Task) -> None:
-        name = task.request.request_id
-        del self._tasks[name]
-        for sample, kept in task.missing.items():
-            response = kept or Response(name, sample, [], [], "abort")
-            self.post(partial(task.deliver, replace(response, finish_reason="abort")))
 
     def collect(
         self,
@@ -255,7 +258,14 @@ class Sampler:
                     started = time.monotonic()
                     responses = self.engine.poll(self.poll_s)
                     if not responses and time.monotonic() - started < self.poll_s:
-                        self._check_engine()
+                        stats = self.engine.stats()
+                        if not stats.running + stats.waiting:
+                            with self.changed:
+                                missing = sum(len(task.missing) for task in self._tasks.values())
+                            raise RolloutError(
+                                f"{type(self.engine).__name__} left {missing} of {self._submitted} samples unanswered, "
+                                "a defect of the engine; use actor_rollout_ref.rollout.name=hf and report it"
+                            )
                     self.deliver(responses)
             except BaseException as error:
                 self.abort(error)
@@ -272,17 +282,6 @@ class Sampler:
             started = time.monotonic()
             self.changed.wait(1.0)
             self.idle_s += idle * (time.monotonic() - started)
-
-    def _check_engine(self) -> None:
-        """RolloutError: the engine has nothing to do, although it has not answered everything."""
-        stats = self.engine.stats()
-        if not stats.running + stats.waiting:
-            with self.changed:
-                missing = sum(len(task.missing) for task in self._tasks.values())
-            raise RolloutError(
-                f"{type(self.engine).__name__} left {missing} of {self._submitted} samples unanswered, a defect of the "
-                "engine; use actor_rollout_ref.rollout.name=hf and report it"
-            )
 
     @contextmanager
     def driving(self) -> Iterator[None]:
@@ -327,10 +326,9 @@ class Sampler:
             self._calls.remove(work)
             self._driver = this
         try:
-            work()
+            return function()
         finally:
             self._stop_driving()
-        return answer.result()
 
     def post(self, delivery: Callable[[], None]) -> None:
         """To be called by the driving thread; what it raises ends everything. `abort` drops it."""
@@ -363,10 +361,8 @@ class Sampler:
                 sample = samples.pop(response.sample)
                 if not samples:
                     del self._sent[response.request_id]
-                whole, kept = (
-                    replace(response, request_id=task.request.request_id, sample=sample),
-                    task.missing[sample],
-                )
+                whole = replace(response, request_id=task.request.request_id, sample=sample)
+                kept = task.missing[sample]
                 if kept is not None:
                     whole = joined(kept, whole)
                 if self.suspended and whole.finish_reason == "abort" and not task.cancelled:
@@ -439,8 +435,15 @@ class Sampler:
         """These samples, and the tokens of unfinished ones while suspended, as plain data for a checkpoint."""
         with self.changed:
             begun = [kept for task in self._tasks.values() for kept in task.missing.values() if kept]
-        return pack_samples([each.result for each in finished], begun)
+        ended = [sample.result for sample in finished]
+        return {"finished": pack_responses(ended), "unfinished": pack_responses(begun)}
 
     def unpack(self, packed: dict[str, Any], groups: Iterable[str]) -> Kept:
         """What a checkpoint has of these groups, for `add`."""
-        return unpack_samples(packed, groups)
+        names = set(groups)
+        return {
+            (response.request_id, response.sample): (response, column == "finished")
+            for column in ("unfinished", "finished")
+            for response in unpack_responses(packed[column])
+            if response.request_id in names
+        }

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from verl.observe.live import live
-from verl.rollout.base import FinishReason, Request, Response
+from verl.rollout.base import Request, Response
 
 
 @dataclass(frozen=True)
@@ -85,21 +85,6 @@ def joined(first: Response, rest: Response) -> Response:
     )
 
 
-def pack_samples(finished: Sequence[Response], begun: Sequence[Response]) -> dict[str, Any]:
-    """As plain data for a checkpoint."""
-    return {"finished": pack_responses(finished), "unfinished": pack_responses(begun)}
-
-
-def unpack_samples(packed: dict[str, Any], groups: Iterable[str]) -> Kept:
-    """What a checkpoint has of these groups."""
-    wanted, kept = set(groups), Kept()
-    for name, ended in (("unfinished", False), ("finished", True)):
-        for response in unpack_responses(packed[name]):
-            if response.request_id in wanted:
-                kept[response.request_id, response.sample] = response, ended
-    return kept
-
-
 def pack_rows(rows: Sequence[Sequence[float]], dtype: DTypeLike) -> dict[str, np.ndarray]:
     """Rows of different lengths as two arrays."""
     values = np.fromiter((value for row in rows for value in row), dtype)
@@ -128,6 +113,9 @@ def pack_responses(responses: Sequence[Response]) -> dict[str, Any]:
 
 
 def unpack_responses(packed: dict[str, Any]) -> list[Response]:
+    changes = zip(
+        unpack_rows(packed["change_positions"]), unpack_rows(packed["change_versions"]), strict=True
+    )
     columns = zip(
         packed["request_id"],
         packed["sample"].tolist(),
@@ -135,19 +123,7 @@ def unpack_responses(packed: dict[str, Any]) -> list[Response]:
         unpack_rows(packed["log_probs"]),
         packed["finish_reason"],
         packed["policy_version"].tolist(),
-        unpack_rows(packed["change_positions"]),
-        unpack_rows(packed["change_versions"]),
+        [list(zip(positions, versions, strict=True)) for positions, versions in changes],
         strict=True,
     )
-    return [
-        Response(
-            name,
-            sample,
-            ids,
-            log_probs,
-            cast("FinishReason", reason),
-            version,
-            list(zip(at, to, strict=True)),
-        )
-        for name, sample, ids, log_probs, reason, version, at, to in columns
-    ]
+    return [Response(*fields) for fields in columns]

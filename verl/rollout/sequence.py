@@ -1,4 +1,4 @@
-"""One sample in the engine: its tokens, how many of them are in the KV cache, and in which blocks.
+"""One sample in the engine: its tokens, how many of them are in the KV cache, in which blocks, and where it ends.
 
 `computed` tokens have their keys and values in the cache; the model has to see the other `remaining`, and after the
 last of them it draws one more. A decoding sequence has one remaining token; so may a prompt that was cut before its
@@ -7,11 +7,95 @@ last token, which is why `decoding` is a separate state.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from enum import Enum
+from typing import Any
 
-from verl.rollout.base import FinishReason, Request, Response, Stopper, VersionLog
+from verl.errors import RolloutError
+from verl.rollout.base import FinishReason, Request, Response, SamplingParams
 from verl.rollout.sampling import sequence_key
+
+_STOP_TAIL = 8
+"""Tokens decoded beyond the bytes of a stop string, for tokens that decode to nothing by themselves."""
+
+
+def eos_token_ids(model: Any, tokenizer: Any | None) -> frozenset[int]:
+    """Every token that ends a sequence: the model's generation config and the tokenizer's end token."""
+    found: set[int] = set()
+    for holder in (getattr(model, "generation_config", None), getattr(model, "config", None), tokenizer):
+        value = getattr(holder, "eos_token_id", None)
+        if isinstance(value, int):
+            found.add(value)
+        elif isinstance(value, (list, tuple)):
+            found.update(int(item) for item in value)
+    return frozenset(found)
+
+
+def check_finite(log_probs: Seq[float]) -> None:
+    """Broken weights give NaN; drawing from that would go unnoticed."""
+    if not all(map(math.isfinite, log_probs)):
+        raise RolloutError(
+            "the logits are NaN or infinite: broken weights, or an overflow in this dtype (check the last update's "
+            "gradient norm and rollout.dtype)"
+        )
+
+
+class Stopper:
+    """Finds where a response ends: at a stop token, at a stop string, or at `max_tokens`."""
+
+    def __init__(self, tokenizer: Any | None, eos_ids: frozenset[int]) -> None:
+        self.tokenizer = tokenizer
+        self.eos_ids = eos_ids
+        # Stop strings are searched in the raw text: cleaning moves spaces that later tokens follow, so that the answer
+        # would depend on how many tokens are decoded at once.
+        cleans = getattr(tokenizer, "clean_up_tokenization_spaces", False)
+        self._decoding = {"clean_up_tokenization_spaces": False} if cleans else {}
+
+    def stop_ids(self, sampling: SamplingParams) -> frozenset[int]:
+        ids = frozenset(sampling.stop_token_ids)
+        return ids if sampling.ignore_eos else ids | self.eos_ids
+
+    def end(
+        self, token_ids: Seq[int], start: int, sampling: SamplingParams, prompt_length: int = 0
+    ) -> tuple[int, FinishReason] | None:
+        """Where, among `token_ids[start:]`, the response `token_ids[prompt_length:]` ends and why; None if nowhere.
+
+        The tokens before `start` are known not to end it. (3, "stop") means that the first 3 of `token_ids` stay.
+        The work is linear in the new tokens, however long the response is.
+        """
+        longest = prompt_length + sampling.max_tokens
+        limit = min(len(token_ids), longest)
+        ids, eos = sampling.stop_token_ids, () if sampling.ignore_eos else self.eos_ids
+        new = range(start, limit)
+        stopped = next((at + 1 for at in new if token_ids[at] in ids or token_ids[at] in eos), None)
+        if sampling.stop and self.tokenizer is not None:
+            found = self._stop_string(token_ids, start, stopped or limit, sampling, prompt_length)
+            if found is not None:
+                return found, "stop"
+        if stopped is not None:
+            return stopped, "stop"
+        return (limit, "length") if limit == longest else None
+
+    def _stop_string(
+        self, token_ids: Seq[int], start: int, limit: int, sampling: SamplingParams, prompt_length: int
+    ) -> int | None:
+        """The first count above `start`, at most `limit`, of tokens whose newest ones contain a stop string.
+
+        All new tokens are decoded at once; only where that finds a stop string are they decoded one by one, to find
+        the token that completes it."""
+        # Bytes, not characters: byte-level tokenizers may use a token for each byte of a character.
+        tail = max(len(text.encode()) for text in sampling.stop) + _STOP_TAIL
+
+        def contains(first: int, count: int) -> bool:
+            ids = list(token_ids[max(prompt_length, first) : count])
+            text = self.tokenizer.decode(ids, skip_special_tokens=False, **self._decoding)  # type: ignore[union-attr]
+            return any(stop in text for stop in sampling.stop)
+
+        if start >= limit or not contains(start + 1 - tail, limit):
+            return None
+        return next((count for count in range(start + 1, limit + 1) if contains(count - tail, count)), None)
 
 
 class Status(Enum):
@@ -27,7 +111,10 @@ class Sequence:
         partial = request.partial[sample] if request.partial else ()
         self.request = request
         self.sample = sample
-        self.versions = VersionLog(version)
+        self.first_version = version
+        """Of the weights that drew the first token."""
+        self.version_changes: list[tuple[int, int]] = []
+        """As `Response` has them."""
         self.key = sequence_key(request.seed, request.draw_key, sample)
         self.tokens = [*request.prompt_ids, *partial]
         self.log_probs: list[float] = []
@@ -80,7 +167,13 @@ class Sequence:
 
     def set_version(self, version: int) -> None:
         """Its next token is drawn by this version of the weights."""
-        self.versions.change(self.length - self.resumed_length, version)
+        drawn, changes = self.length - self.resumed_length, self.version_changes
+        if changes and changes[-1][0] == drawn:
+            changes.pop()  # that version drew nothing
+        if drawn == 0:
+            self.first_version = version
+        elif version != (changes[-1][1] if changes else self.first_version):
+            changes.append((drawn, version))
 
     def response(self, reason: FinishReason) -> Response:
         token_ids = self.tokens[self.resumed_length :]
@@ -90,8 +183,8 @@ class Sequence:
             token_ids,
             list(self.log_probs),
             reason,
-            self.versions.first,
-            self.versions.within(len(token_ids)),
+            self.first_version,
+            [(at, version) for at, version in self.version_changes if at < len(token_ids)],
         )
 
     def __repr__(self) -> str:

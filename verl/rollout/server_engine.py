@@ -262,12 +262,6 @@ class ServerProcess:
         return True
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 class ServerRollout(ExternalRollout):
     """An engine behind a server: one connection, in a thread, per running sample."""
 

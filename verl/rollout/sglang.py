@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from verl.errors import ConfigError, RolloutError, TrainingHalted
+from verl.http_server import free_port
 from verl.models.weight_source import NamedTensors, WeightSource
 from verl.rollout.external_engine import Sample, engine_kwargs, require_engine
-from verl.rollout.server_engine import Chunk, ServerRollout, free_port
+from verl.rollout.server_engine import Chunk, ServerRollout
 from verl.rollout.source import ModelInfo
 from verl.rollout.stale_files import remove
 from verl.rollout.weight_sync.buckets import split_buckets
@@ -108,17 +109,14 @@ class SGLangRollout(ServerRollout):
             env["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "1"
         key, port = secrets.token_hex(16), free_port()
         self._create_folder()
-        settings = self._write_settings({**arguments, "host": "127.0.0.1", "port": port, "api_key": key})
+        arguments |= {"host": "127.0.0.1", "port": port, "api_key": key}
+        # In a file: every user of the machine could read a key on the command line.
+        settings = self.folder / "server.yaml"
+        settings.touch(mode=0o600)
+        values = {name.replace("_", "-"): value for name, value in arguments.items() if value is not None}
+        settings.write_text(json.dumps(values, indent=1))
         command = [sys.executable, "-m", "sglang.launch_server", "--config", str(settings)]
         self.start_server(command, env, f"127.0.0.1:{port}", key)
-
-    def _write_settings(self, arguments: dict[str, Any]) -> Path:
-        """Arguments in a file: every user of the machine could read a key on the command line."""
-        path = self.folder / "server.yaml"
-        values = {name.replace("_", "-"): value for name, value in arguments.items() if value is not None}
-        path.touch(mode=0o600)
-        path.write_text(json.dumps(values, indent=1))
-        return path
 
     def stream(self, sample: Sample) -> Generator[Chunk, None, None]:
         seen = 0

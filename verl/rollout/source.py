@@ -34,7 +34,8 @@ from verl.models.weight_source import (
     base_tensors,
     merged_tensors,
 )
-from verl.rollout.base import Request, Response, RolloutEngine, SamplingParams, Stopper, eos_token_ids
+from verl.rollout.base import Request, Response, RolloutEngine, SamplingParams
+from verl.rollout.sequence import Stopper, eos_token_ids
 
 log = logging.getLogger(__name__)
 
@@ -65,8 +66,7 @@ class ModuleWeights(WeightSource):
     def module(self) -> AbstractContextManager[nn.Module]:
         return nullcontext(self._module)
 
-    def structure(self) -> AbstractContextManager[nn.Module]:
-        return nullcontext(self._module)
+    structure = module
 
     def log_probs(self, prompt_ids: Sequence[int], responses: Sequence[Sequence[int]]) -> SourceLogProbs:
         with torch.no_grad(), generation_mode(self._module, None) as model:
@@ -95,10 +95,8 @@ def as_source(source: WeightSource | nn.Module) -> WeightSource:
 
 def causal_lm(module: nn.Module) -> Any:
     """The Hugging Face causal language model inside wrappers such as PEFT's."""
-    inner: Any = module
-    if hasattr(inner, "get_base_model"):
-        inner = inner.get_base_model()
-    return inner
+    wrapper: Any = module
+    return wrapper.get_base_model() if hasattr(wrapper, "get_base_model") else wrapper
 
 
 class ModuleEngine(RolloutEngine):
@@ -133,15 +131,6 @@ def stock_attention(model: Any) -> str:
     return "sdpa" if getattr(model, "_supports_sdpa", True) and not caps_scores(model) else "eager"
 
 
-def _require_exchangeable_attention(model: Any) -> None:
-    register_attention()
-    if not getattr(model, "_supports_attention_backend", False):
-        raise RolloutError(
-            f"{type(model).__name__} does not call its attention through transformers' attention interface, which "
-            "rollout.name=native needs; use rollout.name=hf"
-        )
-
-
 @contextmanager
 def generation_mode(module: nn.Module, attention: str | None) -> Iterator[Any]:
     """The causal model in evaluation mode with another attention implementation (None: transformers' own); both are
@@ -149,7 +138,12 @@ def generation_mode(module: nn.Module, attention: str | None) -> Iterator[Any]:
     model = causal_lm(module)
     attention = attention or stock_attention(model)
     if attention == ATTENTION_NAME:
-        _require_exchangeable_attention(model)
+        register_attention()
+        if not getattr(model, "_supports_attention_backend", False):
+            raise RolloutError(
+                f"{type(model).__name__} does not call its attention through transformers' attention interface, which "
+                "rollout.name=native needs; use rollout.name=hf"
+            )
     training = [inner for inner in module.modules() if inner.training]
     before = getattr(model.config, "_attn_implementation", None)
     module.eval()
@@ -251,20 +245,15 @@ class ModelInfo:
 def model_info(source: WeightSource, tokenizer: Any | None) -> ModelInfo:
     with source.structure() as module:
         model = causal_lm(module)
-        config = model.config.get_text_config()
+        content = json.loads(model.config.to_json_string(use_diff=False))
+        # FSDP renames the class of a module; engines find their own class by this name.
+        content["architectures"] = [type(model).__name__.removeprefix("FSDP")]
         return ModelInfo(
-            config_json=_config_json(model),
+            config_json=json.dumps(content, indent=2),
             vocab_size=int(model.get_input_embeddings().num_embeddings),
             eos_ids=eos_token_ids(model, tokenizer),
             dtype=str(source.dtype).removeprefix("torch."),
             device=source.device.type,
             lora_rank=int(model.verl_lora_config.r) if has_lora(model) else 0,
-            max_positions=getattr(config, "max_position_embeddings", None),
+            max_positions=getattr(model.config.get_text_config(), "max_position_embeddings", None),
         )
-
-
-def _config_json(model: Any) -> str:
-    content = json.loads(model.config.to_json_string(use_diff=False))
-    # FSDP renames the class of a module; engines find their own class by this name.
-    content["architectures"] = [type(model).__name__.removeprefix("FSDP")]
-    return json.dumps(content, indent=2)

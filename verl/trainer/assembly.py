@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from verl.agents.conversation import Conversation, prompt_messages
 from verl.config.model_path import vocabulary_size
 from verl.config.plan import batch_plan
 from verl.data.files import Rows
@@ -183,6 +182,8 @@ def perfect_answer(prompts: DataProto, row: int, several_turns: bool = False) ->
     text = "" if truth is None else str(truth)
     conversation = None
     if several_turns:
+        from verl.agents.conversation import Conversation, prompt_messages
+
         conversation = Conversation("", 0, [], prompt_messages(prompts.non_tensor_batch["raw_prompt"][row]))
         conversation.add_model_turn(Response("", 0, [], [], "stop"), text)
     return reward_sample(

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from verl.agents.conversation import Conversation, conversation_metrics, is_count
 from verl.algorithms.sampling import (
     constant_groups,
     dynamic_sampling_failed,
@@ -32,10 +31,14 @@ from verl.workers.group import WorkerGroup
 from verl.workers.roles import greedy_settings, training_settings
 
 if TYPE_CHECKING:
+    from verl.agents.conversation import Conversation
     from verl.config.schema import PPOConfig
     from verl.data.loader import Loader
 
 logger = logging.getLogger(__name__)
+
+_COUNTS = ("reward/failed", "reward/calls")
+"""Metrics that add up over the rounds of dynamic sampling, like those of tools."""
 
 
 class Experience(ABC):
@@ -55,20 +58,16 @@ class Experience(ABC):
         self.tokenizer = tokenizer
         self.loader = loader
         self.failures = FailureAccount(cfg.reward.max_failure_ratio)
+        self.generate: Callable[..., DataProto] = workers.generate
+        """Another function where samples are under way when prompts are scored."""
 
     @abstractmethod
     def collect(self, step: int, timer: Timer) -> tuple[DataProto, dict[str, float]]:
         """`data.train_batch_size` prompts with `rollout.n` scored responses each, and metrics of their rewards."""
 
-    def score(
-        self,
-        prompts: DataProto,
-        settings: GenerationSettings,
-        timer: Timer,
-        generate: Callable[..., DataProto] | None = None,
-    ) -> DataProto:
+    def score(self, prompts: DataProto, settings: GenerationSettings, timer: Timer) -> DataProto:
         """Generate and score these prompts now, with the current policy. Rewards run while other responses are still
-        being generated. `generate`: instead of the workers' own, where others are under way."""
+        being generated."""
         repeated, rewards, first = prompts.repeat(settings.n), self.rewards, self.first_index
         without_score: dict[int, RewardResult] = {}
 
@@ -78,7 +77,7 @@ class Experience(ABC):
                 without_score[first + row] = failure
 
         with timer("gen"):
-            batch = (generate or self.workers.generate)(prompts, settings, on_finish)
+            batch = self.generate(prompts, settings, on_finish)
         indices = range(first, first + len(batch))
         with timer("reward"):
             wanted = [index for index in indices if index not in without_score] if first else None
@@ -119,24 +118,19 @@ class SyncExperience(Experience):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._batches: Iterator[DataProto] | None = None
+        self._batches = epochs(self.loader)
         self._complete = self.loader.state_dict()
 
     def collect(self, step: int, timer: Timer) -> tuple[DataProto, dict[str, float]]:
         rollout, longest = self.cfg.actor_rollout_ref.rollout, self.cfg.data.max_response_length
         self.call_metrics()  # those of validation do not belong to this step
         with timer("data"):
-            drawn = self._next_prompts()
+            drawn = next(self._batches)
         batch = self.score(drawn, training_settings(rollout, longest, step), timer)
         metrics = agent_metrics(batch)
         if "reward_baselines" in needed_columns(self.cfg):
             attach_baselines(batch, self.score(drawn, greedy_settings(rollout, longest), timer), rollout.n)
         return batch, metrics | reward_metrics(batch) | self.call_metrics()
-
-    def _next_prompts(self) -> DataProto:
-        if self._batches is None:
-            self._batches = epochs(self.loader)
-        return next(self._batches)
 
     def trained(self, step: int) -> None:
         self._complete = self.loader.state_dict()
@@ -152,11 +146,11 @@ class SyncExperience(Experience):
                 "trained already repeat"
             )
         self.loader.load_state_dict(state["loader"])
-        self._batches, self._complete = None, self.loader.state_dict()
+        self._batches, self._complete = epochs(self.loader), self.loader.state_dict()
 
 
-def epochs(loader: Iterable[DataProto]) -> Iterator[DataProto]:
-    """Batches of prompts, epoch after epoch, from the loader's position."""
+def epochs(loader: Loader) -> Iterator[DataProto]:
+    """Batches of prompts, epoch after epoch, from the loader's position when the first is asked for."""
     while True:
         yield from loader
 
@@ -170,28 +164,24 @@ def submit_reward(
     result: Response | Conversation,
 ) -> RewardResult | None:
     """Submit the response to a row of `prompts` as sample `index`; where it can have no score, the reason."""
-    conversation = result if isinstance(result, Conversation) else None
+    conversation = None if isinstance(result, Response) else result
     if conversation is not None and conversation.error is not None:
         return RewardResult(None, error=conversation.error)
     ids = result.token_ids if conversation is None else conversation.drawn_ids
+    # What data.max_response_length bounds: all tokens, or with history=split those of the longest turn.
+    turns = [] if conversation is None else conversation.model_turns
+    split = any(turn.prompt_ids is not None for turn in turns)
+    length = max(turn.end - turn.start for turn in turns) if split else len(result.token_ids)
     sample = reward_sample(
         prompts,
         row,
         text=tokenizer.decode(ids, skip_special_tokens=True),
-        length=limited_length(result),
+        length=length,
         truncated=result.finish_reason == "length",
         conversation=conversation,
     )
     rewards.submit(replace(sample, index=index))
     return None
-
-
-def limited_length(result: Response | Conversation) -> int:
-    """The tokens that data.max_response_length bounds: all of them, or with history=split those of the longest turn."""
-    turns = result.model_turns if isinstance(result, Conversation) else []
-    if any(turn.prompt_ids is not None for turn in turns):
-        return max(turn.end - turn.start for turn in turns)
-    return len(result.token_ids)
 
 
 class DynamicSampling:
@@ -232,7 +222,8 @@ class DynamicSampling:
         self._outside += int((~keep).sum()) - constant
         if keep.any():
             self._kept.append(batch[keep.repeat_interleave(self.n)])
-        summed = {k: self._metrics.get(k, 0.0) + metrics[k] for k in metrics if _adds_up(k)}
+        counts = [name for name in metrics if name in _COUNTS or name.startswith("tools/")]
+        summed = {name: self._metrics.get(name, 0.0) + metrics[name] for name in counts}
         self._metrics = {**(self._metrics or metrics), **summed}
         full = sum(len(part) for part in self._kept) >= self.prompts * self.n
         if not full and self._rounds == self.rules.max_num_gen_batches:
@@ -251,15 +242,14 @@ class DynamicSampling:
         }
 
 
-def _adds_up(metric: str) -> bool:
-    """Whether a metric is a count, which adds up over the rounds of dynamic sampling."""
-    return metric in ("reward/failed", "reward/calls") or is_count(metric)
-
-
 def agent_metrics(batch: DataProto) -> dict[str, float]:
     """Turns and tool calls, where responses are conversations."""
     conversations = batch.non_tensor_batch.get("conversation")
-    return {} if conversations is None else conversation_metrics(list(conversations))
+    if conversations is None:
+        return {}
+    from verl.agents.conversation import conversation_metrics
+
+    return conversation_metrics(list(conversations))
 
 
 def reward_sample(
@@ -276,7 +266,15 @@ def reward_sample(
     raw = column["raw_prompt"]
     told: dict[str, Any] = {"messages": list(raw) if not isinstance(raw, str) else None}
     if conversation is not None:
-        told = conversation_fields(conversation)
+        told = {
+            "messages": conversation.messages,
+            "turns": conversation.transcript(),
+            "tool_calls": [
+                {name: getattr(record, name) for name in ("name", "arguments", "result", "failure")}
+                for turn in conversation.turns
+                for record in turn.records
+            ],
+        }
     return RewardSample(
         index=row,
         prompt=column["prompt_text"],
@@ -289,24 +287,6 @@ def reward_sample(
         truncated=truncated,
         **told,
     )
-
-
-def conversation_fields(conversation: Conversation) -> dict[str, Any]:
-    """What reward functions may ask for besides the response: the whole conversation, its turns and calls."""
-    return {
-        "messages": conversation.messages,
-        "turns": conversation.transcript(),
-        "tool_calls": [
-            {
-                "name": record.name,
-                "arguments": record.arguments,
-                "result": record.result,
-                "failure": record.failure,
-            }
-            for turn in conversation.turns
-            for record in turn.records
-        ],
-    }
 
 
 def attach_scores(batch: DataProto, results: list[RewardResult]) -> DataProto:

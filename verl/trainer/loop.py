@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from verl.agents.base import ToolsLost
 from verl.algorithms import corrects_rollout, get_kl_controller, rollout_probs_diff_metrics
 from verl.config.methods import needed_columns
 from verl.config.roles import ACTOR, refreshed, update_time
 from verl.data.assemble import add_answers, sampled_rows, split_turns
 from verl.data.proto import DataProto
-from verl.errors import CheckpointError
+from verl.errors import CheckpointError, ToolsLost
 from verl.observe.batch_metrics import ModelSize, age_metrics, batch_metrics, step_metrics
 from verl.observe.diagnoses import Finding, read_findings
 from verl.observe.health import HealthMonitor
@@ -26,8 +26,7 @@ from verl.observe.live import live
 from verl.observe.metrics import Timer
 from verl.observe.token_table import TokenTable
 from verl.trainer import advantage
-from verl.trainer.experience import DynamicSampling
-from verl.trainer.pool_experience import build_experience
+from verl.trainer.experience import DynamicSampling, Experience, SyncExperience
 from verl.trainer.setup import resume_note, whole_number
 from verl.trainer.validation import sample_rows, validate
 from verl.workers.group import learns_from_data, needs_old_log_probs, sessions_of
@@ -51,44 +50,35 @@ _REWARD_COLUMNS = {"old_log_probs", "sum_pi_squared", "ref_log_prob"}
 """Of roles, needed before the rewards are final."""
 
 
+@dataclass(eq=False, repr=False)
 class RLLoop:
     """Trains a policy: generate, score, estimate advantages, update, and again."""
 
-    def __init__(
-        self,
-        cfg: PPOConfig,
-        *,
-        workers: WorkerGroup,
-        rewards: RewardManager,
-        tokenizer: Any,
-        train_loader: Loader,
-        val_loader: Loader | None,
-        run_folder: RunFolder,
-        tracker: FanOut,
-        checkpoints: CheckpointManager,
-        total_steps: int,
-        model_size: ModelSize | None = None,
-    ) -> None:
-        self.cfg = cfg
-        self.workers = workers
-        self.tokenizer = tokenizer
-        self.train_loader = train_loader
-        self.val_loader = val_loader
-        self.run_folder = run_folder
-        self.tracker = tracker
-        self.checkpoints = checkpoints
-        self.total_steps = total_steps
-        self.model_size = model_size
-        self.experience = build_experience(cfg, workers, rewards, tokenizer, train_loader, total_steps)
+    cfg: PPOConfig
+    _: KW_ONLY
+    workers: WorkerGroup
+    rewards: InitVar[RewardManager]
+    tokenizer: Any
+    train_loader: Loader
+    val_loader: Loader | None
+    run_folder: RunFolder
+    tracker: FanOut
+    checkpoints: CheckpointManager
+    total_steps: int
+    model_size: ModelSize | None = None
+    batch: DataProto | None = field(default=None, init=False)
+    step_number: int = field(default=0, init=False)
+    saved_step: int = field(default=0, init=False)
+    stop_requested: bool = field(default=False, init=False)
+    repeat_to: int | None = field(default=None, init=False)
+    """The last step of `verl replay`, which saves nothing."""
+
+    def __post_init__(self, rewards: RewardManager) -> None:
+        cfg, parts = self.cfg, (self.cfg, self.workers, rewards, self.tokenizer, self.train_loader)
+        self.experience = build_experience(*parts, total_steps=self.total_steps)
         self.kl_controller = get_kl_controller(cfg.algorithm.kl_ctrl)
         self.health = HealthMonitor(cfg)
         self.generator = torch.Generator().manual_seed(cfg.trainer.seed)
-        self.batch: DataProto | None = None
-        self.step_number = 0
-        self.saved_step = 0
-        self.stop_requested = False
-        self.repeat_to: int | None = None
-        """The last step of `verl replay`, which saves nothing."""
 
     def fit(self) -> dict[str, float]:
         """Run to the end (or to `request_stop`) and return the last metrics."""
@@ -129,7 +119,11 @@ class RLLoop:
                 if self.due(trainer.test_freq) or ending:
                     last |= self.validate()
             except ToolsLost:
-                self.save_complete_step(complete, last)
+                # Generation cannot continue: save the last step whose update is complete.
+                self.step_number = complete
+                if self.step_number > self.saved_step:
+                    self.save(last)
+                    self.checkpoints.wait()
                 raise
             found += self.health.check(self.step_number, last, self.batch)
             # Read once: a stop requested after this gets another step, so that the last step has its checkpoint.
@@ -329,13 +323,6 @@ class RLLoop:
             self.saved_step = self.step_number
         return timer.metrics()
 
-    def save_complete_step(self, step: int, metrics: dict[str, float]) -> None:
-        """Generation cannot continue: save the last step whose update is complete."""
-        self.step_number = step
-        if self.step_number > self.saved_step:
-            self.save(metrics)
-            self.checkpoints.wait()
-
     def resume(self) -> None:
         state = self.checkpoints.resume(self.workers.checkpoint_parts(), self.load_state_dict)
         if state is None and not self.cfg.trainer.val_only:
@@ -385,3 +372,19 @@ class RLLoop:
     def request_stop(self) -> None:
         """Stop after the current step, with a checkpoint."""
         self.stop_requested = True
+
+
+def build_experience(*parts: Any, total_steps: int) -> Experience:
+    """The source of batches that `trainer.async_training.mode` names; `parts` as `Experience` takes them. Modules of
+    asynchronous modes are loaded where one is used."""
+    trainer = parts[0].trainer
+    mode = trainer.async_training.mode
+    if mode == "off" or trainer.val_only:
+        return SyncExperience(*parts)
+    if mode == "carry_over":
+        from verl.trainer.streaming import CarryOverExperience
+
+        return CarryOverExperience(*parts, total_steps=total_steps)
+    from verl.trainer.pool_experience import PoolExperience
+
+    return PoolExperience(*parts, total_steps=total_steps)

@@ -6,23 +6,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from verl.data.proto import DataProto
 from verl.errors import TrainingHalted
 from verl.observe.metrics import Timer
 from verl.rollout.base import GenerationSettings
-from verl.rollout.samples import Finished
-from verl.trainer.admission import Admission
-from verl.trainer.experience import Experience, SyncExperience
-from verl.trainer.streaming import CarryOverExperience, StreamingExperience
-
-if TYPE_CHECKING:
-    from verl.config.schema import PPOConfig
-    from verl.data.loader import Loader
-    from verl.reward.base import RewardManager
-    from verl.workers.group import WorkerGroup
-    from verl.workers.roles import OnFinish
+from verl.trainer.streaming import VALIDATION, StreamingExperience
+from verl.workers.roles import OnFinish, rollouts_of
 
 logger = logging.getLogger(__name__)
 
@@ -38,19 +29,13 @@ class PoolExperience(StreamingExperience):
 
     def __init__(self, *parts: Any, total_steps: int) -> None:
         super().__init__(*parts, total_steps=total_steps)
-        trainer = self.cfg.trainer
-        self.whole_batches = trainer.async_training.mode == "one_step_off" and self.staleness > 0
+        self.whole_batches = self.cfg.trainer.async_training.mode == "one_step_off" and self.staleness > 0
         self._thread: threading.Thread | None = None
         self._closing = False
         self._error: BaseException | None = None
         """What ended the thread."""
         self._metrics: dict[str, float] = {}
         self._measured = time.monotonic(), 0.0
-
-    def new_admission(self, limit: int | None = None) -> Admission:
-        # With whole batches one at a time: which prompts run together does not depend on what the clock says.
-        one_step = self.cfg.trainer.async_training.mode == "one_step_off"
-        return super().new_admission(self.batch_size if one_step else None)
 
     # ---- the thread that generates
 
@@ -67,10 +52,6 @@ class PoolExperience(StreamingExperience):
         with self.sampler.changed:
             self._error = error
             self.sampler.changed.notify_all()
-
-    def on_finish(self, finished: Finished) -> None:
-        with self.sampler.changed:
-            super().on_finish(finished)
 
     def wait(self, done: Callable[[], bool], describe: Callable[[], str] = lambda: "") -> None:
         """Until `done()`, asked under the lock after every sample; raises what ended the thread. Where no sample ends
@@ -98,10 +79,12 @@ class PoolExperience(StreamingExperience):
                 self.sampler.changed.wait(min(1.0, notice_s))
 
     def wait_until_idle(self, *, or_failed: bool = False) -> None:
-        def idle() -> bool:
-            return all(group.complete for group in self.groups.values())
-
-        self.wait(lambda: idle() or (or_failed and self._error is not None))
+        self.wait(
+            lambda: (
+                all(group.complete for group in self.groups.values())
+                or (or_failed and self._error is not None)
+            )
+        )
 
     def close(self) -> None:
         """End what is outstanding. Raises nothing."""
@@ -126,10 +109,6 @@ class PoolExperience(StreamingExperience):
         batch, metrics = self.batch_of(timer)
         found, self._metrics = self._metrics, {}
         return batch, metrics | found | self._wait_shares(waited)
-
-    def start_groups(self) -> None:
-        with self.sampler.changed:
-            super().start_groups()
 
     def _missing(self) -> str:
         missing = self.admission.waiting_for(self.clock)
@@ -165,27 +144,11 @@ class PoolExperience(StreamingExperience):
         self, prompts: DataProto, settings: GenerationSettings, on_finish: OnFinish
     ) -> DataProto:
         self.send_deferred()
-        return self.collected(prompts, settings, on_finish, self.wait)
+        samples = self.sampler.collect(prompts, settings, on_finish, VALIDATION, self.wait)
+        return rollouts_of(prompts, samples, settings.n, self.workers.pad_token_id)
 
     def state_dict(self) -> dict[str, Any]:
         # What ended the thread is raised by the next `collect`: the complete step must be saved first.
         if self.whole_batches:
             self.wait_until_idle(or_failed=True)
-        self.collect_scores()  # before: generation goes on meanwhile
-        return self.sampler.call(super().state_dict)
-
-
-def build_experience(
-    cfg: PPOConfig,
-    workers: WorkerGroup,
-    rewards: RewardManager,
-    tokenizer: Any,
-    loader: Loader,
-    total_steps: int,
-) -> Experience:
-    """The source of batches that `trainer.async_training.mode` names."""
-    parts = (cfg, workers, rewards, tokenizer, loader)
-    mode = cfg.trainer.async_training.mode
-    if mode == "off" or cfg.trainer.val_only:
-        return SyncExperience(*parts)
-    return (CarryOverExperience if mode == "carry_over" else PoolExperience)(*parts, total_steps=total_steps)
+        return super().state_dict()

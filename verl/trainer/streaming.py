@@ -11,27 +11,20 @@ import copy
 import logging
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl.agents.conversation import Conversation
 from verl.data.proto import DataProto
-from verl.errors import CheckpointError, RewardError
+from verl.errors import RewardError
 from verl.observe.metrics import Timer
 from verl.reward.base import RewardResult
 from verl.reward.managers import require_streaming
 from verl.rollout.base import GenerationSettings
 from verl.rollout.samples import Finished, Kept, begin_counting
-from verl.trainer.admission import Admission
-from verl.trainer.experience import (
-    Experience,
-    agent_metrics,
-    reward_metrics,
-    submit_reward,
-)
-from verl.trainer.prompt_queue import PromptQueue
+from verl.trainer.admission import Admission, PromptQueue
+from verl.trainer.experience import Experience, agent_metrics, reward_metrics, submit_reward
 from verl.trainer.setup import whole_number
 from verl.workers.roles import OnFinish, rollouts_of, training_settings
 
@@ -62,7 +55,7 @@ class Group:
     @property
     def lost(self) -> bool:
         """Whether there is nothing to learn from: the environment failed in every conversation."""
-        return all(isinstance(each, Conversation) and each.error is not None for each in self.samples)
+        return all(getattr(sample, "error", None) is not None for sample in self.samples)
 
 
 class StreamingExperience(Experience):
@@ -79,7 +72,15 @@ class StreamingExperience(Experience):
         self.n, self.batch_size = self.cfg.actor_rollout_ref.rollout.n, self.cfg.data.train_batch_size
         self.queue = PromptQueue(self.loader)
         self.total = total_steps * self.batch_size
-        self.admission = self.new_admission()
+        # `one_step_off` generates one batch at a time: which prompts run together does not depend on the clock.
+        limits = {
+            "one_step_off": self.batch_size,
+            "carry_over": math.ceil(self.batch_size * (1 + cfg.over_sampling)),
+        }
+        window = 1 if cfg.mode == "one_step_off" else cfg.window
+        self.admission = Admission(
+            self.batch_size, self.staleness, window=window, total=self.total, limit=limits.get(cfg.mode)
+        )
         self.clock = 0
         """Batches trained."""
         self.synced = 0
@@ -105,27 +106,23 @@ class StreamingExperience(Experience):
         # Of its own: another thread decodes while this one does.
         self.decoder = copy.deepcopy(self.tokenizer)
         self.sampler = self.workers.sampler()
-
-    def new_admission(self, limit: int | None = None) -> Admission:
-        """`limit`: prompts in progress at most."""
-        cfg = self.cfg.trainer.async_training
-        window = 1 if cfg.mode == "one_step_off" else cfg.window
-        return Admission(self.batch_size, self.staleness, window=window, total=self.total, limit=limit)
+        self.generate = self.generate_beside
 
     # ---- groups
 
     def start_groups(self) -> None:
         """Start as many prompts as admission allows, in the order of the data."""
-        if self.restored:
-            self.restart()
-        groups = []
-        for prompt in self.queue.draw(self.admission.capacity(self.synced)):
-            groups.append(Group(prompt, self.started, [None] * self.n))
-            self.admission.start(_uid(prompt), self.synced)
-            self.started += 1
-        self.submit(groups)
-        ended = sum(sample is not None for group in self.groups.values() for sample in group.samples)
-        begin_counting(len(self.groups) * self.n, ended)
+        with self.sampler.changed:
+            if self.restored:
+                self.restart()
+            groups = []
+            for prompt in self.queue.draw(self.admission.capacity(self.synced)):
+                groups.append(Group(prompt, self.started, [None] * self.n))
+                self.admission.start(_uid(prompt), self.synced)
+                self.started += 1
+            self.submit(groups)
+            ended = sum(sample is not None for group in self.groups.values() for sample in group.samples)
+            begin_counting(len(self.groups) * self.n, ended)
 
     def restart(self) -> None:
         """Start the groups of a checkpoint: samples that had ended are not generated again."""
@@ -160,23 +157,24 @@ class StreamingExperience(Experience):
 
     def on_finish(self, finished: Finished) -> None:
         """A training sample ended: its reward is computed while others are generated."""
-        group, sample = self.groups[finished.group], finished.sample
-        index = group.number * self.n + sample
-        known = self.scores.pop((finished.group, sample), None)
-        if known is None:
-            known = submit_reward(self.rewards, self.decoder, group.prompt, 0, index, finished.result)
-        if known is not None:
-            group.results[sample] = known
-        group.samples[sample] = finished.result
-        if not group.complete:
-            return
-        if group.lost and not group.again:
-            logger.warning("prompt %s is drawn again: %s", finished.group, group.samples[0].error)
-            group.again, group.samples, group.results = True, [None] * self.n, {}
-            self.admission.fail(finished.group)
-            self.submit([group])
-            return
-        self.admission.finish(finished.group)
+        with self.sampler.changed:
+            group, sample = self.groups[finished.group], finished.sample
+            index = group.number * self.n + sample
+            known = self.scores.pop((finished.group, sample), None)
+            if known is None:
+                known = submit_reward(self.rewards, self.decoder, group.prompt, 0, index, finished.result)
+            if known is not None:
+                group.results[sample] = known
+            group.samples[sample] = finished.result
+            if not group.complete:
+                return
+            if group.lost and not group.again:
+                logger.warning("prompt %s is drawn again: %s", finished.group, group.samples[0].error)
+                group.again, group.samples, group.results = True, [None] * self.n, {}
+                self.admission.fail(finished.group)
+                self.submit([group])
+                return
+            self.admission.finish(finished.group)
 
     def take_groups(self) -> bool:
         """Take the groups of the next batch, where admission has them."""
@@ -207,15 +205,9 @@ class StreamingExperience(Experience):
             self._calls = 0.0
         return batch, agent_metrics(batch) | reward_metrics(batch) | calls
 
-    def score(
-        self,
-        prompts: DataProto,
-        settings: GenerationSettings,
-        timer: Timer,
-        generate: Callable[..., DataProto] | None = None,
-    ) -> DataProto:
+    def score(self, prompts: DataProto, settings: GenerationSettings, timer: Timer) -> DataProto:
         self._calls += self.call_metrics().get("reward/calls", 0.0)
-        batch = super().score(prompts, settings, timer, generate or self.generate_beside)
+        batch = super().score(prompts, settings, timer)
         self.call_metrics()  # those of validation belong to no step
         return batch
 
@@ -224,17 +216,6 @@ class StreamingExperience(Experience):
         self, prompts: DataProto, settings: GenerationSettings, on_finish: OnFinish
     ) -> DataProto:
         """As the workers' `generate`, while groups are ahead of training."""
-
-    def collected(
-        self,
-        prompts: DataProto,
-        settings: GenerationSettings,
-        on_finish: OnFinish,
-        run: Callable[[Callable[[], bool]], None],
-    ) -> DataProto:
-        """Samples of validation beside those of training."""
-        samples = self.sampler.collect(prompts, settings, on_finish, VALIDATION, run)
-        return rollouts_of(prompts, samples, settings.n, self.workers.pad_token_id)
 
     # ---- steps, weights and checkpoints
 
@@ -275,6 +256,10 @@ class StreamingExperience(Experience):
         self._calls += self.call_metrics().get("reward/calls", 0.0)
 
     def state_dict(self) -> dict[str, Any]:
+        self.collect_scores()  # before: generation may go on meanwhile
+        return self.sampler.call(self._state)
+
+    def _state(self) -> dict[str, Any]:
         state = self.queue.state_dict()
         if not self.groups or self.taken:
             return state  # in the middle of a step nothing of what is ahead is saved: it is generated again
@@ -301,7 +286,7 @@ class StreamingExperience(Experience):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.clock = self.synced = whole_number(state, "step")
         self.sent = whole_number(state, "policy_version")
-        self.queue.load_state_dict({name: state[name] for name in ("loader", "trained") if name in state})
+        self.queue.load_state_dict(state)
         self.groups, self.taken, self.restored, self.scores, self.kept = {}, [], {}, {}, {}
         self._calls = 0.0
         ahead = state.get("ahead")
@@ -315,21 +300,14 @@ class StreamingExperience(Experience):
         self.started, self.restored = whole_number(ahead, "started"), dict(ahead["numbers"])
         groups = self.admission.groups()
         self.kept = self.sampler.unpack(ahead["samples"], groups)
-        self.scores = saved_scores(ahead.get("scores", []), groups)
+        saved = ahead.get("scores", [])
+        self.scores = {(name, sample): RewardResult(*rest) for name, sample, *rest in saved if name in groups}
         self._calls = float(ahead.get("calls", 0.0))
 
 
 class CarryOverExperience(StreamingExperience):
     """More prompts than a batch are started; when a batch of them is complete the others stop, and continue first in
     the next step."""
-
-    def state_dict(self) -> dict[str, Any]:
-        self.collect_scores()
-        return super().state_dict()
-
-    def new_admission(self, limit: int | None = None) -> Admission:
-        share = self.cfg.trainer.async_training.over_sampling
-        return super().new_admission(math.ceil(self.batch_size * (1 + share)))
 
     def collect(self, step: int, timer: Timer) -> tuple[DataProto, dict[str, float]]:
         with timer("gen"), self.generating():
@@ -356,27 +334,11 @@ class CarryOverExperience(StreamingExperience):
             return self.workers.generate(prompts, settings, on_finish)
         # Conversations in progress hold places that validation may need: they go on beside it.
         with self.generating():
-            return self.collected(prompts, settings, on_finish, self.sampler.run)
+            samples = self.sampler.collect(prompts, settings, on_finish, VALIDATION)
+        return rollouts_of(prompts, samples, settings.n, self.workers.pad_token_id)
 
     def close(self) -> None:
         self.sampler.abort()
-
-
-def saved_scores(rows: Any, groups: Collection[str]) -> dict[tuple[str, int], RewardResult]:
-    """Of these groups, from a checkpoint."""
-    try:
-        found = {(name, sample): RewardResult(*rest) for name, sample, *rest in rows if name in groups}
-        valid = all(
-            type(sample) is int
-            and isinstance(result.extra, dict)
-            and (type(result.score) in (int, float) or (result.score is None and type(result.error) is str))
-            for (_, sample), result in found.items()
-        )
-    except (TypeError, ValueError) as error:
-        raise CheckpointError("The saved scores of finished samples are damaged.") from error
-    if not valid:
-        raise CheckpointError("The saved scores of finished samples are damaged.")
-    return found
 
 
 def _uid(prompt: DataProto) -> str:

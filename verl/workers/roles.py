@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from verl.agents.conversation import Conversation
 from verl.algorithms import agg_loss, compute_value_loss, kl_penalty
 from verl.algorithms.aggregation import loss_denominators
 from verl.config.methods import policy_loss
@@ -16,7 +15,7 @@ from verl.data.assemble import assemble_rollouts
 from verl.data.proto import DataProto, object_column
 from verl.errors import ModelError
 from verl.observe.metrics import Metric
-from verl.rollout.base import GenerationSettings, SamplingParams
+from verl.rollout.base import GenerationSettings, Response, SamplingParams
 from verl.workers.shard_batch import TOKEN_ROW
 
 if TYPE_CHECKING:
@@ -379,7 +378,7 @@ def rollouts_of(prompts: DataProto, samples: Sequence[Any], n: int, pad_token_id
     """The batch of finished samples, `n` for each prompt and in their order. A sample is a response, or a conversation
     of several turns."""
     repeated = prompts.repeat(n)
-    if samples and isinstance(samples[0], Conversation):
+    if samples and not isinstance(samples[0], Response):
         repeated.non_tensor_batch |= {
             "prompt_ids": object_column(conversation.prompt_ids for conversation in samples),
             "conversation": object_column(samples),

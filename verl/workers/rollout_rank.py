@@ -135,15 +135,7 @@ class RolloutRank(RolloutServer):
         else:
             received = self._load_received()
             self.engine.update_weights(self._source, version)
-        return report(
-            self.engine,
-            received,
-            vocab_size=self._info.vocab_size,
-            max_length=rollout.max_model_len,
-            precision=self._info.dtype if rollout.dtype == "auto" else rollout.dtype,
-            max_running=rollout.max_num_seqs,
-            keep=self.sampler.deliver,
-        )
+        return report(self.engine, received, self._info, rollout, self.sampler.deliver)
 
     def _load_received(self) -> Manifest:
         """Into the module; with a separate adapter its base weights come the first time only."""

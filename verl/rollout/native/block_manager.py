@@ -89,17 +89,13 @@ class BlockManager:
 
     # Tables of sequences
 
-    def blocks_needed(self, sequence: Sequence, length: int) -> int:
-        """Blocks that `grow` would allocate."""
-        index = sequence.computed // self.block_size
-        shared = index < len(sequence.table) and self.count[sequence.table[index]] > 1
-        return max(self.blocks_for(length) - len(sequence.table), 0) + shared
-
     def can_grow(self, sequence: Sequence, length: int, reserve: int = 0) -> bool:
         """Whether `grow` finds its blocks and `reserve` more, after releasing kept prefixes, oldest first, if need be.
 
         Each release may also make a block of this sequence its own, which then needs no copy."""
-        while self.blocks_needed(sequence, length) + reserve > self.free:
+        table, index = sequence.table, sequence.computed // self.block_size
+        new = max(self.blocks_for(length) - len(table), 0)
+        while new + (index < len(table) and self.count[table[index]] > 1) + reserve > self.free:
             if not self.kept:
                 return False
             self.release_kept([next(iter(self.kept))])

@@ -24,13 +24,13 @@ import torch.nn.functional as F
 
 from verl.errors import RolloutError
 from verl.models.attention import AttentionCall
-from verl.rollout.base import FinishReason, Stopper, check_finite
+from verl.rollout.base import FinishReason
 from verl.rollout.native.block_manager import Copy
 from verl.rollout.native.model import Backbone
 from verl.rollout.native.ops import dot_product_attention
 from verl.rollout.native.scheduler import Scheduler, Step
 from verl.rollout.sampling import Kinds, SamplingBatch, sample, seen_tokens
-from verl.rollout.sequence import Sequence
+from verl.rollout.sequence import Sequence, Stopper, check_finite
 
 _CALL_COST = 400
 """What one more call costs, in padded tokens that it must save to be worth it (measured)."""
@@ -198,12 +198,6 @@ class CPURunner:
         scheduler.compact(step)
         return step
 
-    def run(self, scheduler: Scheduler, step: Step) -> None:
-        """One pass, and a token for each sequence that draws."""
-        self._drawn = self.forward(step)
-        check_finite(self._drawn[2])
-        scheduler.complete(step)
-
     def finished(self, scheduler: Scheduler) -> list[tuple[Sequence, FinishReason]]:
         """The sequences that ended with the tokens of the last pass, and why."""
         scheduler.stats.drawn_tokens += len(self._drawn[0])
@@ -224,8 +218,8 @@ class CPURunner:
         return []
 
     @torch.no_grad()
-    def forward(self, step: Step) -> tuple[list[Sequence], list[int], list[float]]:
-        """The sequences that drew a token, their tokens and log-probs."""
+    def run(self, scheduler: Scheduler, step: Step) -> None:
+        """One pass, and a token for each sequence that draws."""
         if step.copies:
             self.cache.copy(step.copies)
         page_size = self.cache.page_size
@@ -254,10 +248,12 @@ class CPURunner:
         samplers += decodes
         context = PagedAttention(self.cache, torch.tensor(slots), spans, segments)
         hidden_ND = self.backbone.hidden(torch.tensor(ids), torch.tensor(positions), context)
-        if not samplers:
-            return [], [], []
-        tokens_B, log_probs_B = self._draw(self.backbone.logits(hidden_ND[rows]), samplers)
-        return samplers, tokens_B.tolist(), log_probs_B.tolist()
+        self._drawn = ([], [], [])
+        if samplers:
+            tokens_B, log_probs_B = self._draw(self.backbone.logits(hidden_ND[rows]), samplers)
+            self._drawn = (samplers, tokens_B.tolist(), log_probs_B.tolist())
+        check_finite(self._drawn[2])
+        scheduler.complete(step)
 
     def _draw(self, logits_BV: torch.Tensor, samplers: list[Sequence]) -> tuple[torch.Tensor, torch.Tensor]:
         if self._settings is None or self._settings[0] != samplers:

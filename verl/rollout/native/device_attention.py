@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from verl.models.attention import AttentionCall, PackedAttention, varlen_attention
-from verl.rollout.native.kv_cache import DeviceCache
+from verl.rollout.native.device_state import DeviceCache
 from verl.rollout.native.ops import DecodeInputs, Ops, decode_slots, dot_product_attention
 from verl.rollout.native.scheduler import Chunk
 

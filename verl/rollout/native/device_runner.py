@@ -12,22 +12,21 @@ runs step by step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import torch
 
 from verl.errors import ConfigError
 from verl.models.vmm_buffer import GraphRecorder
-from verl.rollout.base import FinishReason, Stopper
+from verl.rollout.base import FinishReason
 from verl.rollout.native.device_attention import DecodeAttention, PromptAttention
-from verl.rollout.native.device_state import DeviceState, Poll
-from verl.rollout.native.kv_cache import DeviceCache
-from verl.rollout.native.model import Backbone, FusedDecoder
-from verl.rollout.native.ops import DecodeInputs, Ops
-from verl.rollout.native.scheduler import Chunk, Scheduler, Step
+from verl.rollout.native.device_state import DeviceCache, DeviceState, Poll
+from verl.rollout.native.model import Backbone, FusedDecoder, require_fp8_device
+from verl.rollout.native.ops import DecodeInputs, Ops, TorchOps, TritonOps
+from verl.rollout.native.scheduler import Chunk, Scheduler, Step, graph_batch_size
 from verl.rollout.sampling import Kinds, sample
-from verl.rollout.sequence import Sequence
+from verl.rollout.sequence import Sequence, Stopper
 
 LOOKAHEAD = 4
 """Decode steps between two polls of the host. A row that has ended runs on for up to twice as many; the host's work for
@@ -37,20 +36,6 @@ PROMPT_PASSES = 8
 """At most this many prompt passes run between two bursts of decode steps. While rows are free and prompts wait they
 follow each other, since a decode step of a few rows takes nearly as long as one of many; running rows, and an abort,
 wait for no more than these."""
-
-
-def graph_batch_size(rows: int, capacity: int) -> int:
-    """The batch size to run `rows` rows with: powers of two and three steps between up to 256, then multiples of 32 (of
-    64 above 2048 and so on), at most `capacity`.
-
-    A graph is captured when its size is first met: about 50 of them for 1024 rows that end one after the other."""
-    if rows <= 8:
-        size = max(rows, 1)
-    else:
-        quarter = max(1 << (rows - 1).bit_length() - 3, 4)
-        step = min(quarter, max(quarter // 8, 32))
-        size = -(-rows // step) * step
-    return min(size, capacity)
 
 
 @dataclass(eq=False)
@@ -65,28 +50,23 @@ class Row:
     removed: bool = False
 
 
+@dataclass(eq=False, repr=False)
 class DeviceRunner:
-    def __init__(
-        self,
-        model: Any,
-        cache: DeviceCache,
-        state: DeviceState,
-        ops: Ops,
-        stopper: Stopper,
-        kinds: Kinds,
-        max_length: int,
-        fp8: bool = False,
-    ) -> None:
-        self.max_length = max_length
-        self.fp8 = fp8
-        self.cache = cache
-        self.state = state
-        self.ops = ops
+    model: InitVar[Any]
+    cache: DeviceCache
+    state: DeviceState
+    stopper: Stopper
+    kinds: Kinds
+    max_length: int
+    fp8: bool = False
+
+    def __post_init__(self, model: Any) -> None:
+        self.ops: Ops = TritonOps() if self.state.device.type == "cuda" else TorchOps()
         self.use_graphs = False
         self.graph_error: str | None = None
         """Why the step cannot be captured, where it cannot."""
         self.rows: list[Row] = []
-        self._slots = list(range(state.capacity))
+        self._slots = list(range(self.state.capacity))
         """Those that are free."""
         self._in_flight = 0
         """Decode steps enqueued since the last poll that was read."""
@@ -101,7 +81,7 @@ class DeviceRunner:
         self.graphs: dict[tuple[int, Kinds | None], torch.cuda.CUDAGraph] = {}
         self._recorder: GraphRecorder | None = None
         self.rebind(model)
-        self.configure(stopper, kinds)
+        self.configure(self.stopper, self.kinds)
 
     def configure(self, stopper: Stopper, kinds: Kinds) -> None:
         """How rows end, and the sampling features they need."""
@@ -116,6 +96,8 @@ class DeviceRunner:
         self._recorder = None
         self.backbone = Backbone(model)
         self.vocab = int(model.get_input_embeddings().num_embeddings)
+        if self.fp8:
+            require_fp8_device(self.state.device)
         self.fused = FusedDecoder.match(model, self.max_length, self.fp8)
         if self.fused is None and self.fp8:
             raise ConfigError(
@@ -275,7 +257,7 @@ class DeviceRunner:
             state.tokens[:size], state.positions[:size], state.active[:size], state.table[:size]
         )
         if self.fused is not None:
-            logits = self.fused.logits(self.fused.hidden(self.ops, inputs, self.cache.layers))
+            logits = self.fused.logits(self.fused.decode(self.ops, inputs, self.cache.layers))
         else:
             context = DecodeAttention(self.ops, self.cache, inputs)
             logits = self.backbone.logits(self.backbone.hidden(inputs.tokens, inputs.positions, context))
@@ -353,20 +335,19 @@ class DeviceRunner:
         if not rows:
             return []
         slots, starts = [row.slot for row in rows], [row.fetched for row in rows]
-        counts = [row.sequence.on_device for row in rows]
+        tokens, log_probs = self.state.fetch(slots, starts, [row.sequence.on_device for row in rows])
         answers: list[tuple[Sequence, FinishReason]] = []
         leaving: list[Row] = []
-        for index, new in enumerate(zip(*self.state.fetch(slots, starts, counts), strict=True)):
-            row = rows[index]
-            row.fetched += len(new[0])
+        for index, (row, ids, values) in enumerate(zip(rows, tokens, log_probs, strict=True)):
+            row.fetched += len(ids)
             row.sequence.on_device = 0
             # The device checks everything but stop strings, so that only the newest token can end it.
-            reason = row.sequence.extend(*new, self.stopper, only_last=True)
+            reason = row.sequence.extend(ids, values, self.stopper, only_last=True)
             if reason is not None:
-                leaving.append(rows[index])
-                answers.append((rows[index].sequence, reason))
+                leaving.append(row)
+                answers.append((row.sequence, reason))
             elif index < len(ended):
-                raise RuntimeError(f"{rows[index].sequence!r} ended on the device, but not on the host")
+                raise RuntimeError(f"{row.sequence!r} ended on the device, but not on the host")
         self._remove(leaving)
         return answers
 

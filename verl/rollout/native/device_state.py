@@ -1,4 +1,9 @@
-"""The rows of a decode step as tensors on the device that never move (captured graphs hold their addresses).
+"""What decode steps read and write on a device: the KV cache, and the rows as tensors. Neither ever moves, because
+captured graphs hold their addresses.
+
+All layers of the cache are views of one allocation; while asleep it has no memory behind it. Its content is never
+cleared: a slot is read only after it was written, and what masks hide is replaced, not multiplied by zero (it may be
+NaN).
 
 A row is one decoding sequence. Its tokens and their log-probs go to its slot, which does not move when `keep` closes
 the gaps that ended rows leave; so the host can read a slot while later steps run. A slot belongs to one sequence until
@@ -9,13 +14,85 @@ Shapes: R rows, T tokens of a response, W blocks of a table row, S stop tokens.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from verl.models.vmm_buffer import VMMBuffer, reserve
+from verl.rollout.native.block_manager import Copy
 from verl.rollout.sampling import Kinds, SamplingBatch
 from verl.rollout.sequence import Sequence
+
+if TYPE_CHECKING:
+    from verl.rollout.native.engine_state import CacheLayout
+
+log = logging.getLogger(__name__)
+
+
+class DeviceCache:
+    """For each layer a pair (keys, values) of [blocks + 1, kv_heads, block_size, size].
+
+    The last block belongs to no sequence: rows that have ended keep running inside a captured graph until the host
+    removes them, and write there."""
+
+    def __init__(self, layout: CacheLayout, blocks: int, block_size: int, device: torch.device) -> None:
+        self.blocks = blocks
+        self.block_size = block_size
+        sizes = [
+            ((blocks + 1) * layer.kv_heads * block_size * width, layer, width)
+            for layer in layout.layers
+            for width in (layer.key_size, layer.value_size)
+        ]
+        # Every tensor starts at a multiple of 16 bytes, as the kernels' loads want it.
+        strides = [-(-count * layer.dtype.itemsize // 16) * 16 for count, layer, _ in sizes]
+        total = max(sum(strides), 16)
+        reserved = reserve(total, device)
+        self._memory: VMMBuffer | None = None
+        if reserved is None:
+            self.tensor = torch.empty(total, dtype=torch.uint8, device=device)
+        else:
+            self._memory, self.tensor = reserved
+        tensors = [
+            part[: count * layer.dtype.itemsize]
+            .view(layer.dtype)
+            .view(blocks + 1, layer.kv_heads, block_size, width)
+            for part, (count, layer, width) in zip(self.tensor.split(strides), sizes, strict=True)
+        ]
+        self.layers = list(zip(tensors[::2], tensors[1::2], strict=True))
+
+    @property
+    def bytes(self) -> int:
+        """Memory in use now."""
+        return 0 if self._memory is not None and not self._memory.mapped else self.tensor.nbytes
+
+    def sleep(self) -> bool:
+        """Release the memory but keep the address; False where that cannot be done."""
+        if self._memory is None:
+            return False
+        self._memory.sleep()
+        return True
+
+    def wake_up(self) -> bool:
+        """Allocate the memory again; False when the device has too little left."""
+        if self._memory is not None and not self._memory.mapped:
+            try:
+                self._memory.wake_up()
+            except RuntimeError as error:
+                log.debug("the KV cache cannot be restored: %s", error)
+                return False
+        return True
+
+    def copy(self, copies: list[Copy]) -> None:
+        """Whole blocks, in order of the list; a target is never a later source, so one read and one write do."""
+        device = self.tensor.device
+        source = torch.tensor([copy.source for copy in copies]).to(device, non_blocking=True)
+        target = torch.tensor([copy.target for copy in copies]).to(device, non_blocking=True)
+        for layer in self.layers:
+            for tensor in layer:
+                tensor.index_copy_(0, target, tensor.index_select(0, source))
 
 
 class Poll:

@@ -20,29 +20,28 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Literal
 
-from verl.errors import RolloutError
 from verl.rollout.base import (
     FinishReason,
     LiveStats,
     Request,
     Response,
     RolloutStats,
-    check_finite,
     check_requests,
 )
-from verl.rollout.native.device_runner import DeviceRunner
 from verl.rollout.native.engine_state import (
+    CacheLayout,
     CPUState,
     EngineState,
     GPUState,
     Limits,
+    Workload,
+    cache_layout,
     uses_graphs,
     weight_signature,
 )
-from verl.rollout.native.kv_cache import CacheLayout, cache_layout
 from verl.rollout.native.scheduler import Scheduler
 from verl.rollout.sampling import Kinds
-from verl.rollout.sequence import Sequence, sequences_of
+from verl.rollout.sequence import Sequence, check_finite, sequences_of
 from verl.rollout.source import ModuleEngine, generation_mode, verify
 
 log = logging.getLogger(__name__)
@@ -100,7 +99,10 @@ class NativeRollout(ModuleEngine):
         with self._lock:
             if not self._outstanding:
                 self._read_model()
-            self._check(requests)
+                self.limits.check_dtype(self.source.dtype)
+            lengths = [x for x in (self.limits.max_model_len, self.limits.cache_tokens) if x is not None]
+            most = min(lengths, default=None)
+            check_requests(requests, self._vocab_size, self.tokenizer, most, self._position_limit)
             self._outstanding.update({request.request_id: request.n for request in requests})
             self._commands.append(("submit", requests))
 
@@ -128,20 +130,6 @@ class NativeRollout(ModuleEngine):
             kv_blocks_used=blocks.num_blocks - blocks.free,
             longest=max((sequence.produced for sequence in scheduler.running), default=0),
         )
-
-    def _read_model(self) -> None:
-        super()._read_model()
-        self.limits.check_dtype(self.source.dtype)
-
-    def _check(self, requests: list[Request]) -> None:
-        lengths = [x for x in (self.limits.max_model_len, self.limits.cache_tokens) if x is not None]
-        most = min(lengths, default=None)
-        check_requests(requests, self._vocab_size, self.tokenizer, most, self._position_limit)
-        for request in requests:
-            if request.request_id in self._outstanding:
-                raise RolloutError(
-                    f"request {request.request_id!r} is outstanding already; ids key the draws and must differ"
-                )
 
     # Generating
 
@@ -179,18 +167,15 @@ class NativeRollout(ModuleEngine):
                 self._stats.generated_tokens += len(response.token_ids)
             idle = not self._outstanding
             if idle:
-                self._become_idle()
+                self._close_module()
+                # Kept prefixes stay, and a device's state with its graphs.
+                if self._scheduler is not None and not self._scheduler.blocks.kept:
+                    self._scheduler = None
+                    if isinstance(self.state, CPUState):
+                        self.state = None
         if idle and self._live is not None:
             self._live.write(self.stats, now=True)
         return responses
-
-    def _become_idle(self) -> None:
-        """Restore the module and drop the KV cache, except kept prefixes and a device's state with its graphs."""
-        self._close_module()
-        if self._scheduler is not None and not self._scheduler.blocks.kept:
-            self._scheduler = None
-            if isinstance(self.state, CPUState):
-                self.state = None
 
     def _apply_commands(self) -> None:
         """In the order they came: what is aborted or released after being submitted never starts."""
@@ -254,7 +239,9 @@ class NativeRollout(ModuleEngine):
             self._suspend()
             self.state = None
             stream = busy or any(request.prefix_id is not None for request in requests)
-            self.state = state = self._build_state(last, requests, stream)
+            layout = self._layout(self._model)
+            work = Workload(self._model, layout, requests, self.limits, self._stopper, stream)
+            self.state = state = self._build_state(last, work)
         if self._scheduler is None or state is not last:
             scheduler = state.scheduler(self._stats)
             if self._scheduler is not None:
@@ -263,15 +250,14 @@ class NativeRollout(ModuleEngine):
         self._scheduler.add(arrived)
         self._suspended = False
 
-    def _build_state(self, last: EngineState | None, requests: list[Request], stream: bool) -> EngineState:
-        model, layout = self._model, self._layout(self._model)
-        if not self._uses_device(model):
-            return CPUState(model, layout, requests, self.limits, self._stopper, stream)
+    def _build_state(self, last: EngineState | None, work: Workload) -> EngineState:
+        if not self._uses_device(work.model):
+            return CPUState(work)
         sizes = None
         if isinstance(last, GPUState):
             sizes = last.sizes
             last.release()  # the new one may need its memory
-        state = GPUState(model, layout, requests, self.limits, self._stopper, stream, sizes)
+        state = GPUState(work, sizes)
         state.runner.use_graphs = self._allows_graphs(state)
         return state
 
@@ -357,10 +343,12 @@ class NativeRollout(ModuleEngine):
     def _note_refused_graph(self) -> None:
         """A step that cannot be captured runs without graphs until the next weight update, when it is tried again: the
         cause may have been temporary. The same cause is logged once."""
-        runner = self.state.runner if self.state is not None else None
-        if not isinstance(runner, DeviceRunner) or runner.graph_error is None:
+        if not isinstance(self.state, GPUState):
             return
-        error, runner.graph_error = runner.graph_error, None
+        runner, error = self.state.runner, self.state.runner.graph_error
+        if error is None:
+            return
+        runner.graph_error = None
         if self.graphs_refused is None or self.graphs_refused[1] != error:
             log.warning(
                 "%s cannot be captured as a CUDA graph, its decode steps run without one and slower: %s",

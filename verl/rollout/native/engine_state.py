@@ -12,24 +12,26 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from verl.config.sections.rollout import RolloutConfig
 from verl.errors import ConfigError, RolloutError
 from verl.memory import free_host_bytes
+from verl.models.introspection import backbone_of
 from verl.models.loading import torch_dtype
-from verl.rollout.base import Request, RolloutStats, Stopper
+from verl.models.packability import FAULTS, attention_calls, attention_fault, first_line
+from verl.rollout.base import Request, RolloutStats
 from verl.rollout.native.block_manager import BlockManager
 from verl.rollout.native.cpu_runner import CPURunner, PageCache
-from verl.rollout.native.device_runner import DeviceRunner, graph_batch_size
-from verl.rollout.native.device_state import DeviceState
-from verl.rollout.native.kv_cache import CacheLayout, DeviceCache
-from verl.rollout.native.model import require_fp8_device
-from verl.rollout.native.ops import Ops, TorchOps, TritonOps
-from verl.rollout.native.scheduler import Scheduler
+from verl.rollout.native.scheduler import Scheduler, graph_batch_size
 from verl.rollout.sampling import Kinds
+from verl.rollout.sequence import Stopper
+from verl.rollout.source import cannot_generate
+
+if TYPE_CHECKING:
+    from verl.rollout.native.device_runner import DeviceRunner
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +78,58 @@ class Limits:
         )
 
 
+@dataclass(frozen=True)
+class LayerShape:
+    """What one layer writes for each token. A layer without attention has no heads."""
+
+    kv_heads: int = 0
+    key_size: int = 0
+    value_size: int = 0
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def bytes(self) -> int:
+        return self.kv_heads * (self.key_size + self.value_size) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """The shapes of all layers, by `layer_idx`."""
+
+    layers: tuple[LayerShape, ...]
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of keys and values of one token over all layers."""
+        return sum(layer.bytes for layer in self.layers)
+
+
+def cache_layout(model: Any) -> CacheLayout:
+    """What the layers write, found by running a few tokens: configurations name head sizes that differ from it
+    (multi-head latent attention) or from layer to layer. RolloutError where the cache cannot serve the model, which
+    must use our attention."""
+    try:
+        calls = attention_calls(model, backbone_of(model))
+    except torch.OutOfMemoryError:
+        raise
+    except FAULTS as error:
+        raise cannot_generate(model, f"its layers do not take our inputs ({first_line(error)})") from error
+    fault = attention_fault(calls, model.config.get_text_config())
+    by_layer = {call.layer: call for call in calls}
+    if fault is None and None in by_layer:
+        fault = "its attention layers have no layer_idx"
+    if fault is None and len(by_layer) < len(calls):
+        fault = "some of its layers call their attention more than once"
+    if fault is not None:
+        raise cannot_generate(model, fault)
+    shapes = {
+        index: LayerShape(call.kv_heads, call.key_size, call.value_size, call.dtype)
+        for index, call in by_layer.items()
+        if index is not None
+    }
+    return CacheLayout(tuple(shapes.get(index, LayerShape()) for index in range(max(shapes) + 1)))
+
+
 def longest(requests: list[Request]) -> int:
     return max(len(r.prompt_ids) + r.sampling.max_tokens for r in requests)
 
@@ -95,12 +149,16 @@ def memory_tokens(layout: CacheLayout, limits: Limits, device: torch.device, reu
     return max(int(available), 0) // layout.token_bytes
 
 
-def _require_capacity(needed: int, tokens: int) -> None:
-    if tokens < needed:
-        raise RolloutError(
-            f"a request may reach {needed} tokens; the KV cache has {tokens} (data.max_prompt_length, "
-            "data.max_response_length, rollout.gpu_memory_utilization)"
-        )
+@dataclass(frozen=True)
+class Workload:
+    """What a state is built for. `stream`: further requests arrive while these run."""
+
+    model: Any
+    layout: CacheLayout
+    requests: list[Request]
+    limits: Limits
+    stopper: Stopper
+    stream: bool
 
 
 class EngineState:
@@ -108,10 +166,16 @@ class EngineState:
 
     runner: CPURunner | DeviceRunner
 
-    def __init__(self, model: Any, layout: CacheLayout, limits: Limits) -> None:
-        self.limits, self.layout = limits, layout
-        self.device = model.get_input_embeddings().weight.device
-        self.signature = weight_signature(model)
+    def __init__(self, work: Workload, needed: int) -> None:
+        self.limits, self.layout = work.limits, work.layout
+        self.device = work.model.get_input_embeddings().weight.device
+        self.signature = weight_signature(work.model)
+        self.tokens = memory_tokens(self.layout, self.limits, self.device)
+        if self.tokens < needed:
+            raise RolloutError(
+                f"a request may reach {needed} tokens; the KV cache has {self.tokens} (data.max_prompt_length, "
+                "data.max_response_length, rollout.gpu_memory_utilization)"
+            )
 
     def serves(self, model: Any, requests: list[Request], busy: bool) -> bool:
         """Whether these requests fit. While rows run (`busy`), memory that became free is no reason to start again."""
@@ -129,31 +193,24 @@ class EngineState:
 class CPUState(EngineState):
     """Pages and runner on the CPU."""
 
-    def __init__(
-        self,
-        model: Any,
-        layout: CacheLayout,
-        requests: list[Request],
-        limits: Limits,
-        stopper: Stopper,
-        stream: bool,
-    ) -> None:
-        super().__init__(model, layout, limits)
-        tokens = memory_tokens(layout, limits, torch.device("cpu"))
-        sequences = min(sum(r.n for r in requests), limits.max_num_seqs) + 1
-        page_size = -(-longest(requests) // BLOCK_SIZE) * BLOCK_SIZE
-        _require_capacity(page_size, tokens)
-        if stream:
-            most = min(limits.max_model_len or STREAM_GROWTH * page_size, tokens // sequences)
+    def __init__(self, work: Workload) -> None:
+        page_size = -(-longest(work.requests) // BLOCK_SIZE) * BLOCK_SIZE
+        super().__init__(work, page_size)
+        sequences = self._sequences(work.requests)
+        if work.stream:
+            most = min(self.limits.max_model_len or STREAM_GROWTH * page_size, self.tokens // sequences)
             page_size = max(page_size, -(-most // BLOCK_SIZE) * BLOCK_SIZE)
-            sequences = limits.max_num_seqs + 1
-        self.page_size, self.most_pages = page_size, tokens // page_size
+            sequences = self.limits.max_num_seqs + 1
+        self.page_size, self.most_pages = page_size, self.tokens // page_size
         self.pages = min(sequences, self.most_pages)
-        self.runner: CPURunner = CPURunner(model, PageCache(self.pages, page_size), stopper)
+        self.runner: CPURunner = CPURunner(work.model, PageCache(self.pages, page_size), work.stopper)
+
+    def _sequences(self, requests: list[Request]) -> int:
+        return min(sum(r.n for r in requests), self.limits.max_num_seqs) + 1
 
     def serves(self, model: Any, requests: list[Request], busy: bool) -> bool:
-        sequences = min(sum(r.n for r in requests), self.limits.max_num_seqs) + 1
-        return longest(requests) <= self.page_size and min(sequences, self.most_pages) <= self.pages
+        pages = min(self._sequences(requests), self.most_pages)
+        return longest(requests) <= self.page_size and pages <= self.pages
 
     def scheduler(self, stats: RolloutStats) -> Scheduler:
         budget = self.limits.max_num_batched_tokens
@@ -221,36 +278,25 @@ class Sizes:
 
 
 class GPUState(EngineState):
-    """Cache, rows and runner on a device."""
+    """Cache, rows and runner on a device. Its modules are loaded where one is built."""
 
-    def __init__(
-        self,
-        model: Any,
-        layout: CacheLayout,
-        requests: list[Request],
-        limits: Limits,
-        stopper: Stopper,
-        stream: bool,
-        last: Sizes | None = None,
-    ) -> None:
-        super().__init__(model, layout, limits)
-        device = self.device
-        if limits.fp8:
-            require_fp8_device(device)
-        tokens = memory_tokens(layout, limits, device)
-        _require_capacity(longest(requests), tokens)
-        self.most_blocks = tokens // BLOCK_SIZE
+    def __init__(self, work: Workload, last: Sizes | None = None) -> None:
+        from verl.rollout.native.device_runner import DeviceRunner
+        from verl.rollout.native.device_state import DeviceCache, DeviceState
+
+        limits, requests = work.limits, work.requests
+        super().__init__(work, longest(requests))
+        self.most_blocks = self.tokens // BLOCK_SIZE
         rows = graph_batch_size(min(limits.max_num_seqs, limits.max_num_batched_tokens), 1 << 30)
-        needed = Sizes.of(requests, limits, stopper, self.most_blocks)
-        self.sizes = needed.grown(last, self.most_blocks, limits.max_model_len, rows if stream else 0)
-        log.debug("new state on %s: %s for %s", device, self.sizes, needed)
-        self.cache = DeviceCache(layout, self.sizes.blocks, BLOCK_SIZE, device)
+        needed = Sizes.of(requests, limits, work.stopper, self.most_blocks)
+        self.sizes = needed.grown(last, self.most_blocks, limits.max_model_len, rows if work.stream else 0)
+        log.debug("new state on %s: %s for %s", self.device, self.sizes, needed)
+        self.cache = DeviceCache(work.layout, self.sizes.blocks, BLOCK_SIZE, self.device)
         table_width = -(-self.sizes.length // BLOCK_SIZE) + 1
-        state = DeviceState(self.sizes.rows, self.sizes.width, table_width, self.sizes.stops, device)
-        ops: Ops = TritonOps() if device.type == "cuda" else TorchOps()
+        state = DeviceState(self.sizes.rows, self.sizes.width, table_width, self.sizes.stops, self.device)
         kinds = Kinds.of([request.sampling for request in requests])
         self.runner: DeviceRunner = DeviceRunner(
-            model, self.cache, state, ops, stopper, kinds, self.sizes.length, limits.fp8
+            work.model, self.cache, state, work.stopper, kinds, self.sizes.length, limits.fp8
         )
 
     def serves(self, model: Any, requests: list[Request], busy: bool) -> bool:

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from verl.errors import ConfigError
-from verl.models.introspection import OutputHead, backbone_of, class_of, output_head
+from verl.models.introspection import backbone_of, class_of, output_head
 from verl.rollout.native.ops import FP8_MAX, FP8_TYPE, DecodeInputs, Norms, Ops
 
 _LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
@@ -35,21 +35,6 @@ _STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
 """Rotary embeddings that depend on the position alone."""
 _FP8_MULTIPLE = 16
 """The device's eight-bit product wants both sides of a weight to be multiples of this."""
-
-
-def head_logits(hidden: torch.Tensor, head: OutputHead) -> torch.Tensor:
-    """[M, D] -> [M, V] in float32."""
-    if hidden.dtype == torch.float32:
-        logits = hidden @ head.weight.t()
-    elif hidden.is_cuda:
-        logits = torch.mm(hidden, head.weight.t(), out_dtype=torch.float32)
-    else:
-        logits = (hidden @ head.weight.t()).float()
-    if head.bias is not None:
-        logits += head.bias
-    if head.softcap is not None:
-        logits = torch.tanh(logits / head.softcap) * head.softcap
-    return logits * head.scale if head.scale != 1.0 else logits
 
 
 class Backbone:
@@ -73,7 +58,19 @@ class Backbone:
         return out.last_hidden_state[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return head_logits(hidden, output_head(self.model))
+        """[M, D] -> [M, V] in float32."""
+        head = output_head(self.model)
+        if hidden.dtype == torch.float32:
+            logits = hidden @ head.weight.t()
+        elif hidden.is_cuda:
+            logits = torch.mm(hidden, head.weight.t(), out_dtype=torch.float32)
+        else:
+            logits = (hidden @ head.weight.t()).float()
+        if head.bias is not None:
+            logits += head.bias
+        if head.softcap is not None:
+            logits = torch.tanh(logits / head.softcap) * head.softcap
+        return logits * head.scale if head.scale != 1.0 else logits
 
 
 @dataclass
@@ -184,15 +181,14 @@ class FusedLayer:
     scale: float
 
 
-class FusedDecoder:
-    """Built by `match`; `hidden` runs the layers. Positions are below `max_length`."""
+class FusedDecoder(Backbone):
+    """Built by `match`; `decode` runs the layers. Positions are below `max_length`."""
 
     def __init__(self, model: Any, layers: list[FusedLayer], max_length: int) -> None:
-        self.model = model
+        super().__init__(model)
         self.layers = layers
         self.heads = int(model.config.num_attention_heads)
         self.eps = float(model.config.rms_norm_eps)
-        self.backbone = backbone_of(model)
         # The module's own code computes the tables, so that every kind of static scaling is right.
         weight = model.get_input_embeddings().weight
         cos, sin = self.backbone.rotary_emb(
@@ -208,9 +204,7 @@ class FusedDecoder:
         if not hasattr(backbone, "layers") or getattr(model.config, "hidden_act", None) != "silu":
             return None
         rope_type = getattr(getattr(backbone, "rotary_emb", None), "rope_type", None)
-        if (
-            not isinstance(rope_type, str) or rope_type not in _STATIC_ROPE
-        ):  # a dictionary: one per kind of layer
+        if not isinstance(rope_type, str) or rope_type not in _STATIC_ROPE:  # or one for each kind of layer
             return None
         layers = [_match_layer(layer, fp8) for layer in backbone.layers]
         known = [layer for layer in layers if layer is not None]
@@ -221,7 +215,7 @@ class FusedDecoder:
         for layer in self.layers:
             layer.products.refresh()
 
-    def hidden(
+    def decode(
         self, ops: Ops, inputs: DecodeInputs, caches: list[tuple[torch.Tensor, torch.Tensor]]
     ) -> torch.Tensor:
         """[M, D] hidden states of the rows' tokens; their keys and values are written to the caches."""
@@ -236,9 +230,6 @@ class FusedDecoder:
             normed, residual = ops.add_rms_norm(x, residual, layer.output_norm, self.eps)
             x = layer.products.mlp(ops, normed)
         return ops.add_rms_norm(x, residual, self.backbone.norm.weight, self.eps)[0]
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return head_logits(hidden, output_head(self.model))
 
 
 def _linear(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:

@@ -47,29 +47,20 @@ class Step:
         return len(self.decodes) + sum(chunk.count for chunk in self.chunks)
 
 
+@dataclass(eq=False, repr=False)
 class Scheduler:
-    def __init__(
-        self,
-        blocks: BlockManager,
-        max_sequences: int,
-        max_batched_tokens: int,
-        keep_free: int = 0,
-        prefix_in_same_step: bool = True,
-        stats: RolloutStats | None = None,
-    ) -> None:
-        """`keep_free` blocks stay unused when new sequences start, so that running ones can grow.
-
-        `prefix_in_same_step`: a prompt may share blocks that another prompt fills in the same step (the model
-        writes keys before it reads them); otherwise it waits until they are there to be copied.
-        `stats` counts preemptions and prefilled tokens."""
-        self.blocks = blocks
-        self.max_sequences = max_sequences
-        self.max_batched_tokens = max_batched_tokens
-        self.keep_free = keep_free
-        self.prefix_in_same_step = prefix_in_same_step
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
-        self.stats = stats or RolloutStats()
+    blocks: BlockManager
+    max_sequences: int
+    max_batched_tokens: int
+    keep_free: int = 0
+    """Blocks that stay unused when new sequences start, so that running ones can grow."""
+    prefix_in_same_step: bool = True
+    """A prompt may share blocks that another prompt fills in the same step (the model writes keys before it reads
+    them); otherwise it waits until they are there to be copied."""
+    stats: RolloutStats = field(default_factory=RolloutStats)
+    """Counts preemptions and prefilled tokens."""
+    waiting: deque[Sequence] = field(default_factory=deque)
+    running: list[Sequence] = field(default_factory=list)
 
     @property
     def idle(self) -> bool:
@@ -260,3 +251,17 @@ class Scheduler:
             f"Scheduler({len(self.running)} running, {len(self.waiting)} waiting, "
             f"{self.blocks.free} of {self.blocks.num_blocks} blocks free, first {first})"
         )
+
+
+def graph_batch_size(rows: int, capacity: int) -> int:
+    """The batch size to run `rows` rows with: powers of two and three steps between up to 256, then multiples of 32 (of
+    64 above 2048 and so on), at most `capacity`.
+
+    A graph is captured when its size is first met: about 50 of them for 1024 rows that end one after the other."""
+    if rows <= 8:
+        size = max(rows, 1)
+    else:
+        quarter = max(1 << (rows - 1).bit_length() - 3, 4)
+        step = min(quarter, max(quarter // 8, 32))
+        size = -(-rows // step) * step
+    return min(size, capacity)

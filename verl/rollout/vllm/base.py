@@ -107,7 +107,7 @@ class VLLMBase(ExternalRollout):
     def cache_salt(self, sample: Sample) -> str:
         """Only requests with the same one share cached blocks: those that started with the same weights, of which the
         interrupted ones so find the blocks they had."""
-        return str(sample.versions.first if self._keeps_cache else self.version)
+        return str(sample.first_version if self._keeps_cache else self.version)
 
     def _reset_prefix_cache(self) -> None:
         if self._outstanding and self._keeps_cache:

@@ -18,7 +18,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -87,55 +87,44 @@ class WeightReceiver:
 
         model = self.model_runner.get_model()
         check: LoadCheck = self.__dict__.setdefault("verl_load_check", LoadCheck())
-        first = not check.forms
+        first, config = not check.forms, self.vllm_config
+        graphs = config.device_config.device_type == "cuda" and not config.model_config.enforce_eager
         with without_lora_layers(model):
             weights = ShardIndex(
                 model, get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
             )
             received = ReceivedTensors(tensors, weights)
             check.remember_addresses(model)
-            with _watched_loading(model) as loading:
+            with _watched_loading(model) as (expected, loaded):
                 self.reload_weights(weights_iterator=iter(received))
             report = {
                 "received": received.fingerprints,
                 # A loader that does not return what it loaded is checked by log-probs only.
-                "missing": sorted(loading.expected - loading.loaded) if loading.loaded else [],
+                "missing": sorted(expected - loaded) if loaded else [],
                 "wrong": check.wrong(received),
-                "moved": check.moved(model) if self._verl_has_graphs() else [],
+                "moved": check.moved(model) if graphs else [],
                 "first": first,
                 "inexact": {name: form for name, form in check.forms.items() if form != EXACT},
             }
         return json.dumps(report)
 
-    def _verl_has_graphs(self) -> bool:
-        return self.vllm_config.device_config.device_type == "cuda" and not (
-            self.vllm_config.model_config.enforce_eager
-        )
-
-
-@dataclass
-class _Loading:
-    """Parameters by name: those to be loaded, and those the model's own loader says it loaded."""
-
-    expected: set[str]
-    loaded: set[str] = field(default_factory=set)
-
 
 @contextmanager
-def _watched_loading(model: Any) -> Iterator[_Loading]:
-    loading = _Loading({name for name, _ in model.named_parameters()})
+def _watched_loading(model: Any) -> Iterator[tuple[set[str], set[str]]]:
+    """Parameters by name: those to be loaded, and those the model's own loader says it loaded."""
+    expected, loaded = {name for name, _ in model.named_parameters()}, set[str]()
     original = model.load_weights
 
     def load_weights(weights: Any) -> Any:
         # While it loads, the model has the parameters of its files: the scales of quantised ones are not among them.
-        loading.expected &= {name for name, _ in model.named_parameters()}
+        expected.intersection_update(name for name, _ in model.named_parameters())
         result = original(weights)
-        loading.loaded.update(result or ())
+        loaded.update(result or ())
         return result
 
     model.load_weights = load_weights
     try:
-        yield loading
+        yield expected, loaded
     finally:
         del model.load_weights
 

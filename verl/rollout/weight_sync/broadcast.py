@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from verl.config.sections.rollout import RolloutConfig
 from verl.errors import RolloutError, TrainingHalted
 from verl.models.weight_source import Adapter, NamedTensors, Names, WeightSource
 from verl.rollout.base import Request, Response, RolloutEngine
@@ -178,27 +179,24 @@ class SyncReport:
 def report(
     engine: RolloutEngine,
     received: Manifest,
-    *,
-    vocab_size: int,
-    max_length: int | None,
-    precision: str,
-    max_running: int,
+    info: ModelInfo,
+    config: RolloutConfig,
     keep: Callable[[list[Response]], None],
 ) -> SyncReport:
-    """With tokens the engine draws after a fixed prompt. Other samples may be running, at most `max_running` at once;
+    """With tokens the engine draws after a fixed prompt. Other samples may be running, at most `max_num_seqs` at once;
     `keep` gets those of them that finish meanwhile."""
-    request = probe_request(vocab_size, max_length)
+    request = probe_request(info.vocab_size, config.max_model_len)
     others = _outstanding(engine)
     responses: list[Response] = []
     if not others:
         responses = list(engine.generate([request]))
-    elif others + request.n <= max_running:
+    elif others + request.n <= config.max_num_seqs:
         responses = _generate_beside(engine, request, keep)
-    if not responses:
-        return SyncReport(dict(received), (), (), (), precision)
+    prompt = tuple(request.prompt_ids) if responses else ()
     tokens = tuple(tuple(response.token_ids) for response in responses)
     log_probs = tuple(tuple(response.log_probs) for response in responses)
-    return SyncReport(dict(received), tuple(request.prompt_ids), tokens, log_probs, precision)
+    precision = info.dtype if config.dtype == "auto" else config.dtype
+    return SyncReport(dict(received), prompt, tokens, log_probs, precision)
 
 
 def _outstanding(engine: RolloutEngine) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Literal
 
@@ -118,17 +118,14 @@ def judge(history: Sequence[Probe], new: Probe, precision: str) -> Verdict:
     return "wrong" if persists else "outlier"
 
 
+@dataclass
 class ProbeCheck:
     """The probes of one engine in this run."""
 
-    def __init__(
-        self,
-        name: str,
-        precision: str,
-        advice: str = "use actor_rollout_ref.rollout.name=native if it happens again",
-    ) -> None:
-        self.name, self.precision, self.advice = name, precision, advice
-        self.history: list[Probe] = []
+    name: str
+    precision: str
+    advice: str = "use actor_rollout_ref.rollout.name=native if it happens again"
+    history: list[Probe] = field(default_factory=list)
 
     def add(self, version: int, engine: Rows, trainer: SourceLogProbs) -> Probe:
         """The newest probe; TrainingHalted, with both sides, when the weights in use are not the trainer's."""

@@ -168,21 +168,11 @@ def decode_attention(
     else:
         part = peak = mass = out
     tile, stages = tile_and_stages((dim_up + value_dim_up) * keys.element_size())
+    pointers = (q, keys, values, table, positions, active, out, part, peak, mass)
+    numbers = (q.stride(0), table.stride(0), scale, float(softcap or 0.0))
     _decode_attention[(rows, kv_heads, splits)](
-        q,
-        keys,
-        values,
-        table,
-        positions,
-        active,
-        out,
-        part,
-        peak,
-        mass,
-        q.stride(0),
-        table.stride(0),
-        scale,
-        float(softcap or 0.0),
+        *pointers,
+        *numbers,
         KV=kv_heads,
         GROUP=group,
         GROUP_UP=max(16, triton.next_power_of_2(group)),
@@ -200,17 +190,8 @@ def decode_attention(
         num_stages=stages,
     )
     if splits > 1:
-        _join_splits[(rows, heads)](
-            part,
-            peak,
-            mass,
-            out,
-            HEADS=heads,
-            DIM=value_dim,
-            DIM_UP=value_dim_up,
-            SPLITS=splits,
-            num_warps=1,
-        )
+        sizes = {"HEADS": heads, "DIM": value_dim, "DIM_UP": value_dim_up, "SPLITS": splits}
+        _join_splits[(rows, heads)](part, peak, mass, out, **sizes, num_warps=1)
     return out
 
 

@@ -51,12 +51,9 @@ def add_rms_norm(
     out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     total = x if residual is None else torch.empty_like(out)
     block = triton.next_power_of_2(width)
+    pointers = (x, x if residual is None else residual, weight, out, total)
     _add_rms_norm[(rows,)](
-        x,
-        residual if residual is not None else x,
-        weight,
-        out,
-        total,
+        *pointers,
         x.stride(0),
         width,
         eps,
@@ -116,14 +113,6 @@ def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     out = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
     block = min(4096, triton.next_power_of_2(width))
-    _quantise_rows[(rows,)](
-        x,
-        out,
-        scales,
-        x.stride(0),
-        width,
-        LARGEST=FP8_MAX,
-        BLOCK=block,
-        num_warps=max(1, min(8, block // 512)),
-    )
+    settings = {"LARGEST": FP8_MAX, "BLOCK": block, "num_warps": max(1, min(8, block // 512))}
+    _quantise_rows[(rows,)](x, out, scales, x.stride(0), width, **settings)
     return out, scales

@@ -124,18 +124,9 @@ def rotary_cache(
     rows = qkv.shape[0]
     q_out = torch.empty(rows, heads, dim, dtype=qkv.dtype, device=qkv.device)
     q_norm, k_norm, eps = norms if norms is not None else (cos, cos, 0.0)
+    pointers = (qkv, q_out, keys, values, cos, sin, q_norm, k_norm, positions, active, table)
     _rotary_cache[(rows,)](
-        qkv,
-        q_out,
-        keys,
-        values,
-        cos,
-        sin,
-        q_norm,
-        k_norm,
-        positions,
-        active,
-        table,
+        *pointers,
         qkv.stride(0),
         table.stride(0),
         blocks - 1,
@@ -196,16 +187,10 @@ def write_cache(
             f"keys {tuple(k.shape)} and values {tuple(v.shape)} do not fit a cache of {tuple(keys.shape)} and "
             f"{tuple(values.shape)}"
         )
+    strides = (k.stride(0), k.stride(1), v.stride(0), v.stride(1))
     _write_cache[(k.shape[0],)](
-        k,
-        v,
-        keys,
-        values,
-        slots,
-        k.stride(0),
-        k.stride(1),
-        v.stride(0),
-        v.stride(1),
+        *(k, v, keys, values, slots),
+        *strides,
         KV=kv_heads,
         KV_UP=triton.next_power_of_2(kv_heads),
         K_DIM=key_size,

@@ -132,24 +132,9 @@ def sample_plain(
     _chunk_masses[(rows, chunks)](
         logits, temperature, peak, mass, best, logits.stride(0), vocab, chunks, CHUNK=CHUNK, num_warps=4
     )
-    _pick[(rows,)](
-        logits,
-        temperature,
-        greedy,
-        keys,
-        produced,
-        peak,
-        mass,
-        best,
-        tokens,
-        log_probs,
-        logits.stride(0),
-        vocab,
-        chunks,
-        CHUNKS_UP=triton.next_power_of_2(chunks),
-        CHUNK=CHUNK,
-        num_warps=4,
-    )
+    pointers = (logits, temperature, greedy, keys, produced, peak, mass, best, tokens, log_probs)
+    settings = {"CHUNKS_UP": triton.next_power_of_2(chunks), "CHUNK": CHUNK, "num_warps": 4}
+    _pick[(rows,)](*pointers, logits.stride(0), vocab, chunks, **settings)
     return tokens, log_probs
 
 
@@ -206,12 +191,7 @@ def advance(
     rows = sampled.shape[0]
     block = 64
     _advance[(triton.cdiv(rows, block),)](
-        sampled,
-        log_probs,
-        columns,
-        stop_ids,
-        out_tokens,
-        out_log_probs,
+        *(sampled, log_probs, columns, stop_ids, out_tokens, out_log_probs),
         rows,
         columns.stride(0),
         out_tokens.stride(0),

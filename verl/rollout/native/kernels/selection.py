@@ -88,14 +88,9 @@ def _search(weights: torch.Tensor, goals: torch.Tensor, floors: torch.Tensor, ma
     for number in range(PASSES + 1):
         old, new = number % 2, 1 - number % 2
         last = number == PASSES
+        pointers = (weights, goals, floors, lows[old], sums[old], lows[new], sums[new])
         _narrow[(rows, 1 if last else splits)](
-            weights,
-            goals,
-            floors,
-            lows[old],
-            sums[old],
-            lows[new],
-            sums[new],
+            *pointers,
             weights.stride(0),
             vocab,
             span,

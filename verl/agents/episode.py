@@ -1,4 +1,4 @@
-"""The session of one conversation with its tools, environment and user.
+"""What one conversation talks to: its tools, environment and user.
 
 Every call has a deadline (`tool_timeout_s`); what fails becomes a short text for the model.
 """
@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from verl.agents.base import Message, ToolCall, ToolFailed, ToolRecord
-from verl.agents.hosted import Called
+from verl.agents.base import Message, Observation, ToolCall, ToolFailed, ToolRecord
+from verl.agents.hosted import Called, HostedInfo
 from verl.agents.schemas import fit_arguments, schema_problem
 from verl.agents.tool_processes import Instance
-from verl.agents.tools import HostedInfo
-from verl.agents.toolset import SINGLE_TURN, Agents, agent_name
-from verl.agents.users import EndpointUser
+from verl.agents.toolset import SINGLE_TURN, Agents, EndpointUser, agent_name
 from verl.observe.live import live
 
 
@@ -35,20 +32,8 @@ class Answer:
     """Why the conversation can have no score: its user or the reward of a turn failed."""
 
 
-@contextmanager
-def counted_call(record: ToolRecord) -> Iterator[None]:
-    """A tool is at work inside this block; in the event loop's thread."""
-    live.add("tool_calls_waiting")
-    try:
-        yield
-        live.add("tool_calls_total")
-        live.add("tool_calls_failed_total", record.failure is not None)
-    finally:
-        live.add("tool_calls_waiting", -1)
-
-
-class Session:
-    """What one conversation talks to. Its coroutines run one after the other. `key` is its name among all sessions;
+class Episode:
+    """One run of a conversation. Its coroutines run one after the other. `key` is its name among all that run;
     `seed_key`, where it must be another, seeds the random generators of its processes."""
 
     def __init__(self, agents: Agents, key: str, row: Mapping[str, Any], seed_key: str | None = None) -> None:
@@ -114,34 +99,39 @@ class Session:
 
     async def _run_tools(self, text: str) -> Answer:
         parsed, limit = self.agents.format.parse(text), self.agents.cfg.max_parallel_calls
-        records = list(await asyncio.gather(*(self._run(call) for call in parsed.calls[:limit])))
+        running = [
+            self._recorded(ToolRecord(call.name, call.arguments), self._call(call))
+            for call in parsed.calls[:limit]
+        ]
+        records = list(await asyncio.gather(*running))
         for call in parsed.calls[limit:]:
             told = f"Error: not run; at most {limit} call{'s' if limit > 1 else ''} per turn."
             records.append(ToolRecord(call.name, call.arguments, told, "malformed"))
         records += [ToolRecord("", {}, f"Error: {problem}", "malformed") for problem in parsed.problems]
         return Answer(records)
 
-    async def _run(self, call: ToolCall) -> ToolRecord:
-        record = ToolRecord(call.name, call.arguments)
-        with counted_call(record):
-            await self._fill(record, call)
-        return record
-
-    async def _fill(self, record: ToolRecord, call: ToolCall) -> None:
+    async def _recorded(self, record: ToolRecord, call: Awaitable[Called]) -> ToolRecord:
+        """Await a call: its outcome and its time go to the record."""
         started = time.monotonic()
+        live.add("tool_calls_waiting")
         try:
-            schemas = {schema["function"]["name"]: schema for schema in self.agents.schemas(self.row)}
-            if call.name not in schemas:
-                known = ", ".join(schemas) or "none"
-                raise ToolFailed(f"there is no tool {call.name!r}; the tools are: {known}.", "unknown")
-            if schema_problem(schemas[call.name]) is None:
-                call = replace(call, arguments=fit_arguments(schemas[call.name], call.arguments))
-            record.result, record.reward = await self._call(call)
+            record.result, record.reward = await call
         except ToolFailed as error:
             record.result, record.failure = f"Error: {error.text}", error.kind
+        finally:
+            live.add("tool_calls_waiting", -1)
+        live.add("tool_calls_total")
+        live.add("tool_calls_failed_total", record.failure is not None)
         record.seconds = time.monotonic() - started
+        return record
 
     async def _call(self, call: ToolCall) -> Called:
+        schemas = {schema["function"]["name"]: schema for schema in self.agents.schemas(self.row)}
+        if call.name not in schemas:
+            known = ", ".join(schemas) or "none"
+            raise ToolFailed(f"there is no tool {call.name!r}; the tools are: {known}.", "unknown")
+        if schema_problem(schemas[call.name]) is None:
+            call = replace(call, arguments=fit_arguments(schemas[call.name], call.arguments))
         for info, instance in self._instances:
             if any(schema["function"]["name"] == call.name for schema in info.schemas):
                 return await instance.call(call, self._timeout_s)
@@ -154,20 +144,19 @@ class Session:
 
     async def _observe(self, text: str) -> Answer:
         """A server that takes the calls out of the text itself."""
-        assert self.agents.text_server is not None
-        started = time.monotonic()
-        fields = self.row.get("extra_info") or {}
-        record = ToolRecord("tool_server", {})
-        with counted_call(record):
-            try:
-                seen = await self.agents.text_server.observe(self.key, text, fields, False, self._timeout_s)
-            except ToolFailed as error:
-                record.result, record.failure = f"Error: {error.text}", error.kind
-            else:
-                if seen.done and not seen.text:
-                    return Answer(done=True)
-                record.result, record.failure = seen.text, None if seen.valid else "malformed"
-        record.seconds = time.monotonic() - started
+        server, fields = self.agents.text_server, self.row.get("extra_info") or {}
+        assert server is not None
+        record, seen = ToolRecord("tool_server"), Observation("")
+
+        async def observe() -> Called:
+            nonlocal seen
+            seen = await server.observe(self.key, text, fields, False, self._timeout_s)
+            record.failure = None if seen.valid else "malformed"
+            return seen.text, None
+
+        await self._recorded(record, observe())
+        if seen.done and not seen.text:
+            return Answer(done=True)
         return Answer([record], done=record.failure is None and seen.done)
 
     # ---- user and rewards

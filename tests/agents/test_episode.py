@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from verl.agents.base import Message, ToolFailed
+from verl.agents.episode import Answer, Episode
 from verl.agents.formats import get_format
-from verl.agents.sessions import Answer, Session
 from verl.agents.toolset import Agents
 from verl.config.sections.rollout import MultiTurnConfig
 
@@ -123,9 +123,9 @@ def agents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agents]:
 
 
 @pytest.fixture
-def begin(agents: Agents) -> Callable[..., Session]:
-    def begin(environment: str = "World", **row: Any) -> Session:
-        session = Session(agents, "", {"environment": environment, **row})
+def begin(agents: Agents) -> Callable[..., Episode]:
+    def begin(environment: str = "World", **row: Any) -> Episode:
+        session = Episode(agents, "", {"environment": environment, **row})
         session._timeout_s = LONG_S
         agents.wait_for(session.open())
         return session
@@ -133,7 +133,7 @@ def begin(agents: Agents) -> Callable[..., Session]:
     return begin
 
 
-def say(session: Session, text: str, timeout_s: float = LONG_S) -> Answer:
+def say(session: Episode, text: str, timeout_s: float = LONG_S) -> Answer:
     session._timeout_s = timeout_s
     messages: list[Message] = [{"role": "assistant", "content": text}]
     answer: Answer = session.agents.wait_for(session.respond(text, messages))
@@ -141,7 +141,7 @@ def say(session: Session, text: str, timeout_s: float = LONG_S) -> Answer:
     return answer
 
 
-def call(session: Session, tool: str, what: str) -> Answer:
+def call(session: Episode, tool: str, what: str) -> Answer:
     text = json.dumps({"name": tool, "arguments": {"what": what}})
     return say(session, f"<tool_call>{text}</tool_call>", SHORT_S if what == "hang" else LONG_S)
 
