@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -170,19 +170,12 @@ class LocalGroup(WorkerGroup):
             return DataProto.from_dict(tensors=self._workers[role].forward(batch, columns))
 
     def train(
-        self, role: str, mini: DataProto, prepared: Mapping[str, torch.Tensor] | None = None
-    ) -> dict[str, Metric]:
-        with self.resident(role, optimizer=True):
-            return self._workers[role].train(mini, prepared)
-
-    def forward_backward(
-        self,
-        role: str,
-        mini: DataProto,
-        prepared: Mapping[str, torch.Tensor] | None = None,
-        loss: str | LossFunction | None = None,
+        self, role: str, mini: DataProto, *, loss: str | LossFunction | None = None, step: bool = True
     ) -> dict[str, Metric]:
         worker = self._workers[role]
+        if step:
+            with self.resident(role, optimizer=True):
+                return worker.train(mini)
         if callable(loss):
             function, temperature = engine_loss(loss, self.cfg), mini.meta_info["temperature"]
             return worker.engine.forward_backward(mini, function, temperature=temperature)
@@ -192,7 +185,7 @@ class LocalGroup(WorkerGroup):
             self._other_losses[loss] = ActorRole(
                 worker.engine, section, loss_scale_factor=self.cfg.data.max_response_length
             )
-        return (worker if loss is None else self._other_losses[loss]).forward_backward(mini, prepared)
+        return (worker if loss is None else self._other_losses[loss]).forward_backward(mini)
 
     def optim_step(self, role: str, lr: float | None = None) -> dict[str, float]:
         with self.resident(role, optimizer=True):

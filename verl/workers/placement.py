@@ -177,8 +177,7 @@ class RayCheckpoints:
                 check_rng(state[_DRIVER_RANDOM])
             take(state)
 
-        load = self._rank.do_load_found
-        state = resume_newest(self._find, lambda: all(self._calls.all(load)), take_all)
+        state = resume_newest(self._find, lambda: all(self._calls.all(self._rank.do_load_found)), take_all)
         if state is not None and _DRIVER_RANDOM in state:
             restore_rng(state.pop(_DRIVER_RANDOM))
         return state

@@ -21,8 +21,8 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 from verl.errors import RESUME, TrainingHalted, VerlError, WorkersLost
 from verl.observe.live import live
 from verl.watchdog import RankStatus, format_hang_report, short_name
+from verl.workers.rank import Failure, Outcome, RPCServer
 from verl.workers.ray_daemons import ClusterHealth
-from verl.workers.rpc_server import Failure, Outcome, RPCServer
 
 POLL_S = 1.0
 STATUS_S = 5.0
@@ -136,6 +136,14 @@ class RankCalls:
         """The reference of a `control_` call, which is served whatever else the rank does."""
         return self.actors[rank].control.remote(name_of(call), *args)
 
+    def answers(self, asked: dict[Any, int], call: Method[Any], timeout_s: float) -> list[tuple[int, Any]]:
+        """The ranks that answer a `control_` call in time, with the references of their answers. `asked`, which is kept
+        from call to call, has the others: they are not asked again."""
+        for rank in sorted(set(range(len(self))) - set(asked.values())):
+            asked[self.control(rank, call)] = rank
+        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s)
+        return [(asked.pop(ref), ref) for ref in answered]
+
     def result(self, call: Callable[..., Value], ref: Any, pending: dict[Any, int]) -> Value:
         """The value of a call that is `ready`; it leaves `pending`."""
         value: Value = self._result(name_of(call), ref, pending)
@@ -243,14 +251,8 @@ class RankCalls:
     def check_alive(self, call: str) -> None:
         """Raise when one of these is known to be dead, while others serve `call`; does not wait."""
         with self._status_lock:
-            asked = set(self._status_refs.values())
-            for rank in range(len(self)):
-                if rank not in asked:
-                    self._status_refs[self.control(rank, RPCServer.control_status)] = rank
-            refs = list(self._status_refs)
-            answered, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
-            found = [(self._status_refs.pop(ref), ref) for ref in answered]
-        for rank, ref in found:
+            answered = self.answers(self._status_refs, RPCServer.control_status, 0)
+        for rank, ref in answered:
             try:
                 ray.get(ref)
             except RayError as error:

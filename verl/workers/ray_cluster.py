@@ -20,7 +20,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from verl.config.parallelism import Pool, pools, rollout_pool, world_size
 from verl.config.schema import GenerationConfig, OfflineConfig, PPOConfig
 from verl.errors import ConfigError, RayStartError
-from verl.workers.rank_process import remote_rank_process
 from verl.workers.ray_daemons import (
     children,
     kill_at_shutdown,
@@ -28,6 +27,7 @@ from verl.workers.ray_daemons import (
     kill_new_daemons,
     on_loopback,
     ray_lost,
+    remote_rank_process,
     signals_kept,
 )
 from verl.workers.ray_reservation import CAPACITY_S, CPUS_KEY, ClusterError, Reservation

@@ -26,11 +26,10 @@ from verl.errors import TrainingHalted, VerlError
 from verl.reward.base import Backend, Call, RewardResult, RewardSample, answer, fail, new_call
 from verl.reward.functions import Signature
 from verl.reward.model import check_path, estimated_work, next_share
-from verl.workers.rank_process import remote_rank_process
+from verl.workers.rank import RPCServer
 from verl.workers.ray_calls import RankCalls
 from verl.workers.ray_cluster import Cluster
-from verl.workers.ray_daemons import ray_lost
-from verl.workers.rpc_server import RPCServer
+from verl.workers.ray_daemons import ray_lost, remote_rank_process
 
 if TYPE_CHECKING:
     from verl.config.schema import PPOConfig

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 OnFinish = Callable[[int, Any], None]
 """Called with the row in the batch and its response (or conversation), as each finishes."""
-_PREPARED = "prepared."
+PREPARED = "prepared."
+"""Before the names of columns that the `prepare` of a policy loss computed."""
 _COUNTS = ("dp_size", "batch_num_tokens", "global_batch_size")
 
 
@@ -164,14 +165,11 @@ class RoleWorker:
         """This micro-batch's share of the loss, and metrics; `denominators` are those of the mini-batch."""
         raise NotImplementedError(f"{type(self).__name__} has no loss")
 
-    def train(self, mini: DataProto, prepared: Mapping[str, torch.Tensor] | None = None) -> dict[str, Metric]:
+    def train(self, mini: DataProto) -> dict[str, Metric]:
         """One optimiser step. `mini` is this rank's share; its meta_info holds the whole mini-batch's counts."""
-        metrics = self.forward_backward(mini, prepared)
-        return {**metrics, **step_metrics(self.name, self.engine.optimizer_step())}
+        return {**self.forward_backward(mini), **step_metrics(self.name, self.engine.optimizer_step())}
 
-    def forward_backward(
-        self, mini: DataProto, prepared: Mapping[str, torch.Tensor] | None = None
-    ) -> dict[str, Metric]:
+    def forward_backward(self, mini: DataProto) -> dict[str, Metric]:
         """Add the gradients of a mini-batch."""
         return self.engine.forward_backward(mini, self.loss)
 
@@ -198,11 +196,7 @@ class ActorRole(RoleWorker):
         out["old_log_probs"] = out.pop("log_probs")
         return {name: out[name] for name in columns}
 
-    def forward_backward(
-        self, mini: DataProto, prepared: Mapping[str, torch.Tensor] | None = None
-    ) -> dict[str, Metric]:
-        # In the batch, so that they are cut into the same micro-batches.
-        mini.batch.update({f"{_PREPARED}{name}": value for name, value in (prepared or {}).items()})
+    def forward_backward(self, mini: DataProto) -> dict[str, Metric]:
         self._gap.reset()
         options = {} if self.teacher is None else {"teacher": self.teacher}
         metrics = self.engine.forward_backward(
@@ -221,7 +215,7 @@ class ActorRole(RoleWorker):
         old_log_prob = tensors.get("old_log_probs", log_prob.detach())
         if "old_log_probs" not in tensors and "rollout_log_probs" in tensors:
             self._gap.add(old_log_prob, tensors["rollout_log_probs"], mask)
-        prepared = {k.removeprefix(_PREPARED): v for k, v in tensors.items() if k.startswith(_PREPARED)}
+        prepared = {k.removeprefix(PREPARED): v for k, v in tensors.items() if k.startswith(PREPARED)}
         with loss_denominators(info):
             loss, found = self.policy_loss(
                 old_log_prob=old_log_prob,

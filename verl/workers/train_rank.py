@@ -34,7 +34,7 @@ from verl.runtime import environment
 from verl.workers.local import LocalGroup
 from verl.workers.own_loss import LossFunction
 from verl.workers.rank import JoinedRank, RankSetup, collective_timeout_s
-from verl.workers.rollout_server import RolloutServer
+from verl.workers.rollout_rank import RolloutServer
 from verl.workers.shard_batch import Arrays, from_arrays, to_arrays
 
 if TYPE_CHECKING:
@@ -207,24 +207,14 @@ class RankInfo:
 class TrainRank(JoinedRank, RolloutServer):
     """One rank of reinforcement learning: all roles, and a rollout engine where there is one."""
 
-    _group: RankGroup | None = None
-    _checkpoints: CheckpointManager | None = None
+    group: RankGroup
+    checkpoints: CheckpointManager
     _broadcast: Broadcast | None = None
 
     def __init__(self, rank: int, world_size: int = 1) -> None:
         super().__init__(rank, world_size)
         self._profile = ExitStack()
         self._opened: dict[Any, CheckpointManager] = {}
-
-    @property
-    def group(self) -> RankGroup:
-        assert self._group is not None
-        return self._group
-
-    @property
-    def checkpoints(self) -> CheckpointManager:
-        assert self._checkpoints is not None
-        return self._checkpoints
 
     def method(self, call: str) -> Callable[..., Any]:
         """One of its own, or of the group."""
@@ -234,16 +224,14 @@ class TrainRank(JoinedRank, RolloutServer):
     def do_build(self, setup: RankSetup[PPOConfig]) -> RankInfo:
         """Join the process group and load this rank's shard of the models."""
         self.join(setup)
-        self._group = RankGroup(setup, self.rank)
+        self.group = RankGroup(setup, self.rank)
+        self.engine = self.group.rollout
         if setup.run_folder != Path():
-            self._checkpoints = CheckpointManager.from_config(setup.cfg, setup.run_folder)
+            self.checkpoints = CheckpointManager.from_config(setup.cfg, setup.run_folder)
         self._tokenizer = setup.tokenizer
         if not rollout_pool(setup.cfg):
             return RankInfo(self.group.model_size())
         return RankInfo(self.group.model_size(), self.group.model_info(), self.group.adapter())
-
-    def rollout_engine(self) -> RolloutEngine:
-        return self.group.rollout
 
     # -- forward passes and updates -----------------------------------------------------------------------------
 
@@ -253,25 +241,10 @@ class TrainRank(JoinedRank, RolloutServer):
         return to_arrays(found.batch) if self.group.layout(role).reports(self.rank) else {}
 
     def do_train(
-        self, role: str, part: Arrays, prepared: Arrays, meta: Mapping[str, Any]
+        self, role: str, part: Arrays, meta: Mapping[str, Any], loss: str | LossFunction | None, step: bool
     ) -> dict[str, Metric]:
-        metrics = self.group.train(role, from_arrays(part, meta), from_arrays(prepared).batch)
-        return self._reported(role, metrics)
-
-    def do_forward_backward(
-        self,
-        role: str,
-        part: Arrays,
-        prepared: Arrays,
-        meta: Mapping[str, Any],
-        loss: str | LossFunction | None,
-    ) -> dict[str, Metric]:
-        mini = from_arrays(part, meta)
-        metrics = self.group.forward_backward(role, mini, from_arrays(prepared).batch, loss)
-        return self._reported(role, metrics)
-
-    def _reported(self, role: str, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-        """As they are sent; none where another rank answers for the same rows."""
+        """Metrics as they are sent; none where another rank answers for the same rows."""
+        metrics = self.group.train(role, from_arrays(part, meta), loss=loss, step=step)
         layout = self.group.layout(role)
         if not layout.reports(self.rank):
             return {}
@@ -299,14 +272,6 @@ class TrainRank(JoinedRank, RolloutServer):
             self._profile.close()
         else:
             self._profile.enter_context(self.group.profile(step, run_folder))
-
-    # -- generation ---------------------------------------------------------------------------------------------
-
-    def do_open_generation(self) -> None:
-        self.group.open_generation()
-
-    def do_close_generation(self) -> None:
-        self.group.close_generation()
 
     # -- weights for processes that only generate ---------------------------------------------------------------
 
@@ -341,7 +306,7 @@ class TrainRank(JoinedRank, RolloutServer):
             self._opened[key] = CheckpointManager(folder, settings, **options)
             if began is not None:
                 self._opened[key].start_from(began)
-        self._checkpoints = self._opened[key]
+        self.checkpoints = self._opened[key]
 
     def do_rehearse_save(self, state: Mapping[str, Any]) -> None:
         self.checkpoints.rehearse(self.group.checkpoint_parts(), state, tokenizer=self._tokenizer)
@@ -366,6 +331,6 @@ class TrainRank(JoinedRank, RolloutServer):
         return self.checkpoints.wait(), self.checkpoints.failure
 
     def do_close(self) -> None:
-        if self._group is not None:
-            self._group.close()
-            self._group = None
+        if hasattr(self, "group"):
+            self.group.close()
+            del self.group
