@@ -77,9 +77,9 @@ def build_reward_model(cfg: PPOConfig) -> Backend:
         asked = f"reward.reward_model.n_gpus_per_node={cfg.reward.reward_model.n_gpus_per_node}"
         raise missing_package("ray", "ray", f"a reward model on separate GPUs ({asked})")
     require_ray(cfg)
-    from verl.workers.reward_model_pool import ModelPoolBackend
+    from verl.workers.reward_model_pool import ModelPool, ModelPoolBackend
 
-    return ModelPoolBackend.for_run(cfg)
+    return ModelPoolBackend(ModelPool(cfg))
 
 
 def require_ray(cfg: PPOConfig | OfflineConfig | GenerationConfig) -> None:

@@ -124,12 +124,11 @@ class RankCalls:
         return self._collect(label, refs)
 
     def one(self, rank: int, call: Method[*Args, Value], *args: *Args) -> Value:
-        ref = self.start(rank, call, *args)
-        value: Value = self._collect(name_of(call), {ref: rank})[0]
+        value: Value = self._collect(name_of(call), {self.start(rank, call, *args): rank})[0]
         return value
 
     def start(self, rank: int, call: Method[*Args, Any], *args: *Args) -> Any:
-        """A call whose answer is read with `result` when it is `ready`."""
+        """A call whose answer is read when it is `ready`."""
         return self.actors[rank].serve.remote(live.step, name_of(call), name_of(call), *args)
 
     def control(self, rank: int, call: Method[*Args, Any], *args: *Args) -> Any:
@@ -144,37 +143,31 @@ class RankCalls:
         answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s)
         return [(asked.pop(ref), ref) for ref in answered]
 
-    def result(self, call: Callable[..., Value], ref: Any, pending: dict[Any, int]) -> Value:
-        """The value of a call that is `ready`; it leaves `pending`."""
-        value: Value = self._result(name_of(call), ref, pending)
-        return value
-
-    def _result(self, label: str, ref: Any, pending: dict[Any, int]) -> Any:
-        rank = pending.pop(ref)
-        try:
-            outcome = ray.get(ref)
-        except RayError as error:
-            self.fail(label, rank, error, pending)
-        return self._value(label, rank, outcome, pending)
-
     def open_stream(self, rank: int, call: Method[*Args, Iterator[Any]], *args: *Args) -> Any:
-        """A call that answers several times; read it with `read_stream`."""
+        """A call that answers several times."""
         stream = self.actors[rank].stream.options(num_returns="streaming")
         return stream.remote(live.step, name_of(call), *args)
 
-    def read_stream(
-        self, call: Callable[..., Iterator[Value]], stream: Any, pending: dict[Any, int]
-    ) -> list[Value]:
-        """The next value of a stream that is `ready`, in a list; empty at its end, when it leaves `pending`."""
-        rank = pending[stream]
+    def read(self, call: str, ref: Any, pending: dict[Any, int]) -> list[Any]:
+        """The value of an answer that is `ready`, or the next of a stream, in a list; empty at the end of a stream.
+        What has no more to say leaves `pending`."""
+        rank, is_stream = pending[ref], not isinstance(ref, ray.ObjectRef)
+        if not is_stream:
+            del pending[ref]
         try:
-            outcome = ray.get(next(stream))
+            outcome: Outcome = ray.get(next(ref) if is_stream else ref)
         except StopIteration:
-            del pending[stream]
+            del pending[ref]
             return []
         except RayError as error:
-            self.fail(name_of(call), rank, error, pending)
-        return [self._value(name_of(call), rank, outcome, pending)]
+            self.fail(call, rank, error, pending)
+        for record in outcome.logs:
+            named = short_name(self.names[rank]) != "rank 0"
+            text = f"{self.names[rank]}: {record.text}" if named else record.text
+            logging.getLogger(record.logger).log(record.level, "%s", text)
+        if outcome.failure is not None:
+            self.fail(call, rank, outcome.failure, pending)
+        return [outcome.value]
 
     def stream_all(self, call: Method[*Args, Iterator[Value]], *args: *Args) -> Iterator[tuple[int, Value]]:
         """The values of a streaming call to every rank, with the rank, as they come."""
@@ -183,7 +176,7 @@ class RankCalls:
         while pending:
             for stream in self.ready(name_of(call), pending, since=since):
                 since, rank = time.monotonic(), pending[stream]
-                for value in self.read_stream(call, stream, pending):
+                for value in self.read(name_of(call), stream, pending):
                     yield rank, value
 
     def _collect(self, call: str, pending: dict[Any, int]) -> list[Any]:
@@ -191,18 +184,8 @@ class RankCalls:
         while pending:
             for ref in self.ready(call, pending):
                 rank = pending[ref]
-                values[rank] = self._result(call, ref, pending)
+                (values[rank],) = self.read(call, ref, pending)
         return [values[rank] for rank in sorted(values)]
-
-    def _value(self, call: str, rank: int, outcome: Outcome, pending: Mapping[Any, int]) -> Any:
-        for record in outcome.logs:
-            text = record.text
-            if short_name(self.names[rank]) != "rank 0":
-                text = f"{self.names[rank]}: {text}"
-            logging.getLogger(record.logger).log(record.level, "%s", text)
-        if outcome.failure is not None:
-            self.fail(call, rank, outcome.failure, pending)
-        return outcome.value
 
     # -- waiting ------------------------------------------------------------------------------------------------
 
@@ -315,23 +298,20 @@ class RankCalls:
         while True:
             alive, dead = self._statuses([r for r in others if r not in found])
             found |= dead
-            done = (
-                ray.wait(list(waiting), num_returns=len(waiting), timeout=0, fetch_local=False)[0]
-                if waiting
-                else []
-            )
+            refs = list(waiting)
+            done = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)[0] if refs else []
             for ref in done:
+                is_stream = not isinstance(ref, ray.ObjectRef)
                 try:
-                    outcome = ray.get(ref if isinstance(ref, ray.ObjectRef) else next(ref))
+                    problem = ray.get(next(ref) if is_stream else ref).failure
                 except StopIteration:
                     del waiting[ref]
                     continue
                 except RayError as error:
-                    found[waiting.pop(ref)] = error
-                    continue
-                if outcome.failure is not None:
-                    found[waiting.pop(ref)] = outcome.failure
-                elif isinstance(ref, ray.ObjectRef):
+                    problem = error
+                if problem is not None:
+                    found[waiting[ref]] = problem
+                if problem is not None or not is_stream:
                     del waiting[ref]
             known = not failure.caused_by_another or any(_severity(p) < 2 for p in found.values())
             if known and (dead or len(alive) + len(found) >= len(others)):

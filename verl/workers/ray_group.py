@@ -87,31 +87,22 @@ class RayGroup(WorkerGroup):
         self._size: ModelSize
         try:
             self.cluster.connect()
-            self._start_actors()
+            self.calls = RankCalls(self.cluster.start_actors(START_S, TRAIN_RANK), cfg.trainer.watchdog_s)
+            if self.pool is not None:
+                self.pool.start_actors(START_S)
             self._size = self._build(tokenizer, training_steps, run_folder, model)
-            self._live = RankSnapshots([self.calls, *([self.pool.calls] if self.pool else [])])
         except BaseException:
             self._end(ask=False)
             raise
-        self.rollout: RayRollout = self._rollout_engine()
-        self.pad_token_id = pad_id(tokenizer)
-
-    def _start_actors(self) -> None:
-        """The ranks and the processes that only generate."""
-        actors = self.cluster.start_actors(START_S, TRAIN_RANK)
-        self.calls = RankCalls(actors, self.cfg.trainer.watchdog_s)
-        if self.pool is not None:
-            self.pool.start_actors(START_S)
-
-    def _rollout_engine(self) -> RayRollout:
-        calls = self.calls if self.pool is None else self.pool.calls
-        size = engine_size(self.cfg) if self.pool is None else 1
-        return RayRollout(
-            calls,
-            self.cfg.actor_rollout_ref.rollout.max_num_seqs,
-            hosts=range(0, len(calls), size),
+        generating = self.calls if self.pool is None else self.pool.calls
+        self._live = RankSnapshots([self.calls] if self.pool is None else [self.calls, generating])
+        self.rollout: RayRollout = RayRollout(
+            generating,
+            cfg.actor_rollout_ref.rollout.max_num_seqs,
+            hosts=range(0, len(generating), engine_size(cfg) if self.pool is None else 1),
             colocated=self.pool is None,
         )
+        self.pad_token_id = pad_id(tokenizer)
 
     def _build(
         self, tokenizer: Any, training_steps: int | None, run_folder: Path | None, model: nn.Module | None
@@ -172,9 +163,8 @@ class RayGroup(WorkerGroup):
         self.roles.append(find_role(role))
 
     def kept_tokens(self) -> list[Kept]:
-        return [
-            partial(dict, from_arrays(found).batch) for found in self.calls.all(TrainRank.do_token_outputs)
-        ]
+        kept = self.calls.all(TrainRank.do_token_outputs)
+        return [partial(dict, from_arrays(part).batch) for part in kept]
 
     def refresh(self, role: str) -> None:
         self.calls.all(RankGroup.refresh, role)

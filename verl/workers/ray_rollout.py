@@ -129,7 +129,7 @@ class RayRollout(RolloutEngine):
         for stream in self._calls.ready("generate", self._streams, timeout_s, self._heard):
             self._heard = time.monotonic()
             rank = self._streams[stream]
-            for responses in self._calls.read_stream(RolloutServer.do_generate, stream, self._streams):
+            for responses in self._calls.read("generate", stream, self._streams):
                 with self._lock:
                     self._scheduler.answered(rank, len(responses))
                 self.answered[rank] += len(responses)
@@ -227,20 +227,11 @@ class RolloutPool:
         self.cluster = Cluster(cfg, ROLLOUT)
         self._watchdog_s = cfg.trainer.watchdog_s
         self._probes: dict[str, ProbeCheck] = {}
-        self._calls: RankCalls | None = None
-        self._all_calls: RankCalls | None = None
-        self._sync_calls: RankCalls | None = None
-        self._trainer: RankCalls | None = None
-
-    @property
-    def calls(self) -> RankCalls:
-        assert self._calls is not None
-        return self._calls
 
     def start_actors(self, timeout_s: float) -> None:
         """Start the processes."""
         actors = self.cluster.start_actors(timeout_s, "verl.workers.rollout_rank:RolloutRank")
-        self._calls = RankCalls(actors, self._watchdog_s, "rollout rank")
+        self.calls = RankCalls(actors, self._watchdog_s, "rollout rank")
         self.calls.handshake(timeout_s)
 
     def build(self, trainer: RankCalls, setup: RankSetup[PPOConfig], info: RankInfo) -> None:
@@ -250,8 +241,7 @@ class RolloutPool:
         assert info.model is not None
         self.calls.all(RolloutRank.do_build, ray.put(own), info.model, info.adapter)
         self._trainer = trainer
-        self._all_calls = RankCalls.together(trainer, self.calls)
-        self._all_calls.all(TrainRank.do_link, 1 + len(self.calls))
+        RankCalls.together(trainer, self.calls).all(TrainRank.do_link, 1 + len(self.calls))
         # The trainer's ranks send when their other calls are done; those that generate take it without stopping.
         self._sync_calls = RankCalls.together(trainer, self.calls.between_polls())
         self.calls.peers, trainer.peers = [trainer], [self.calls]
@@ -268,16 +258,14 @@ class RolloutPool:
     def sync_weights(self, version: int) -> dict[str, float]:
         """The trainer's weights to all of them, as policy `version`, while they generate or not; compared by
         fingerprint, and by log-probs where an engine could compute them. Metrics are those of the worst process."""
-        assert self._sync_calls is not None and self._trainer is not None
         # Both kinds of process serve it: the trainer's first rank says what was sent, the others what arrived.
         sent, *found = self._sync_calls.each(TrainRank.do_sync_weights, [(version,)] * len(self._sync_calls))
         arrivals = cast("list[SyncReport]", found[len(self._trainer) - 1 :])
         assert sent is not None
-        for name, arrival in zip(self.calls.names, arrivals, strict=True):
+        by_name = dict(zip(self.calls.names, arrivals, strict=True))
+        for name, arrival in by_name.items():
             compare(sent, arrival.received, version, name, _ADVICE)
-        probed = {
-            name: arrival for name, arrival in zip(self.calls.names, arrivals, strict=True) if arrival.tokens
-        }
+        probed = {name: arrival for name, arrival in by_name.items() if arrival.tokens}
         if not probed:
             return {}
         prompt = next(iter(probed.values())).prompt
@@ -292,12 +280,10 @@ class RolloutPool:
 
     def broken(self) -> bool:
         """Whether a call to these processes, alone or together with the trainer's, has failed."""
-        return any(
-            calls is not None and calls.broken for calls in (self._calls, self._all_calls, self._sync_calls)
-        )
+        return self.calls.broken or self._sync_calls.broken
 
     def close(self, seconds: float, *, ask: bool) -> None:
         """End them, after letting the engines close where that can be asked for."""
-        if ask and self._calls is not None:
-            self._calls.shutdown(seconds)
+        if ask:
+            self.calls.shutdown(seconds)
         self.cluster.close()
