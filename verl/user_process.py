@@ -320,7 +320,8 @@ def main(channel_fd: int, cgroup_fd: int | None = None) -> None:
     """Load what the first message names, and serve until the trainer closes the socket."""
     processes.die_with_parent()
     if cgroup_fd is not None:
-        processes.join_cgroup(cgroup_fd)
+        os.write(cgroup_fd, b"0")
+        os.close(cgroup_fd)
     channel = socket.socket(fileno=channel_fd)
     # The trainer may be finished before this process has started.
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):

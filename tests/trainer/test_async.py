@@ -19,7 +19,7 @@ from tests.trainer.pool import PoolGroup, SharedEngine
 from verl.config.load import load_ppo_config
 from verl.errors import CheckpointError
 from verl.reward.base import RewardResult
-from verl.reward.function_manager import FunctionRewardManager
+from verl.reward.managers import FunctionRewardManager
 from verl.trainer.experience import SyncExperience
 from verl.trainer.streaming import saved_scores
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -157,13 +157,17 @@ class LocalGroup(WorkerGroup):
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        with self.resident("actor", optimizer=False):
+        with self.resident("actor", optimizer=False), self.waking():
             self.rollout.wake()
             try:
                 yield
             finally:
                 if self.cfg.actor_rollout_ref.rollout.free_cache_engine:
                     self.rollout.sleep()
+
+    def waking(self) -> AbstractContextManager[None]:
+        """Around the time in which the rollout engine is awake."""
+        return nullcontext()
 
     def forward(self, role: str, batch: DataProto, columns: Sequence[str]) -> DataProto:
         with self.resident(role, optimizer=False):

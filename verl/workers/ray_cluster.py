@@ -20,6 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from verl.config.parallelism import Pool, pools, rollout_pool, world_size
 from verl.config.schema import GenerationConfig, OfflineConfig, PPOConfig
 from verl.errors import ConfigError, RayStartError
+from verl.processes import usable_cores
 from verl.workers.ray_daemons import (
     children,
     kill_at_shutdown,
@@ -36,11 +37,6 @@ logger = logging.getLogger(__name__)
 
 _RESERVATIONS: dict[int, Reservation] = {}
 """Of runs in this process, by the id of their config."""
-
-
-def usable_cpus() -> int:
-    """What this process may use: a batch system's share, not all the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Cluster:
@@ -73,7 +69,7 @@ class Cluster:
         }
         placed = self._placed()
         needed = sum(pool.per_node for pool in placed)
-        cpus = settings.num_cpus or max(usable_cpus(), needed)
+        cpus = settings.num_cpus or max(usable_cores(), needed)
         if cpus < needed:
             asked = " and ".join(f"{pool.key}.n_gpus_per_node={pool.per_node}" for pool in placed)
             raise ConfigError(
@@ -229,5 +225,5 @@ def _start_error(error: Exception, address: str) -> RayStartError:
         )
     return RayStartError(
         f"Ray could not be started: {text}. If it looked for a cluster that has ended, set RAY_ADDRESS=local; if it "
-        f"starts more processes than this machine allows, set {CPUS_KEY}={usable_cpus()}"
+        f"starts more processes than this machine allows, set {CPUS_KEY}={usable_cores()}"
     )

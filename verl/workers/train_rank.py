@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from verl.checkpoint import CheckpointManager, PartSettings
 from verl.checkpoint.resume import Found
 from verl.config.capabilities import engine_spec
 from verl.config.parallelism import Layout, engine_size, layout_of, rollout_pool
-from verl.models.weight_source import Adapter, NamedTensors, Names, SourceLogProbs, WeightSource
+from verl.models.weight_source import NamedTensors, Names, SourceLogProbs, WeightSource
 from verl.observe.batch_metrics import ModelSize
 from verl.observe.metrics import Metric
 from verl.rollout.external_engine import RemoteEngine, TPFollower
@@ -38,50 +38,21 @@ from verl.workers.rollout_rank import RolloutServer
 from verl.workers.shard_batch import Arrays, from_arrays, to_arrays
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from verl.config.schema import PPOConfig
     from verl.rollout.base import RolloutEngine
 
 _DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
-class GatheredWeights(WeightSource):
-    """The actor's weights, gathered once for a whole generation: inside `hold`, `module` is no collective."""
-
-    def __init__(self, weights: WeightSource) -> None:
-        self._weights = weights
-        self._module: nn.Module | None = None
-        self.dtype, self.device = weights.dtype, weights.device
-
-    @contextmanager
-    def hold(self) -> Iterator[None]:
-        with self._weights.module() as module:
-            self._module = module
-            try:
-                yield
-            finally:
-                self._module = None
-
-    def module(self) -> AbstractContextManager[nn.Module]:
-        return self._weights.module() if self._module is None else nullcontext(self._module)
-
-    def structure(self) -> AbstractContextManager[nn.Module]:
-        return self._weights.structure()
-
-    def named_tensors(self, names: Names = "hf") -> NamedTensors:
-        return self._weights.named_tensors(names)
-
-    def base_tensors(self, names: Names = "hf") -> NamedTensors:
-        return self._weights.base_tensors(names)
-
-    def adapter(self) -> Adapter | None:
-        return self._weights.adapter()
-
-    def log_probs(
-        self, prompt_ids: Sequence[int], responses: Sequence[Sequence[int]]
-    ) -> SourceLogProbs | None:
-        return self._weights.log_probs(prompt_ids, responses)
+@contextmanager
+def held_module(weights: WeightSource) -> Iterator[None]:
+    """Gather the weights once for a whole generation: inside this block `weights.module()` is no collective."""
+    with weights.module() as module:
+        weights.module = lambda: nullcontext(module)  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            del weights.module  # type: ignore[method-assign]
 
 
 class RankGroup(LocalGroup):
@@ -96,7 +67,7 @@ class RankGroup(LocalGroup):
             model=setup.model,
             run_folder=None if setup.run_folder == Path() else setup.run_folder,
         )
-        self._generation: ExitStack | None = None
+        self._generation = ExitStack()
         self._base_sent = False
 
     def layout(self, role: str) -> Layout:
@@ -108,7 +79,7 @@ class RankGroup(LocalGroup):
     def build_rollout_engine(self, tokenizer: Any) -> RolloutEngine:
         """This rank's engine, or a placeholder where another process has it."""
         rollout, size = self.cfg.actor_rollout_ref.rollout, engine_size(self.cfg)
-        self.gathered = GatheredWeights(self.actor_engine.weights())
+        self.gathered = self.actor_engine.weights()
         if rollout_pool(self.cfg):
             return RemoteEngine()
         if self._rank % size:
@@ -126,21 +97,18 @@ class RankGroup(LocalGroup):
             self.rollout.update_weights(self.gathered, self.policy_version)
         return self.rollout.stats().weight_sync
 
-    def open_generation(self) -> None:
-        with ExitStack() as stack:
-            stack.enter_context(self.resident("actor", optimizer=False))
-            if not engine_spec(self.cfg.actor_rollout_ref.rollout.name).owns_weights:
-                stack.enter_context(self.gathered.hold())
+    @contextmanager
+    def waking(self) -> Iterator[None]:
+        copied = engine_spec(self.cfg.actor_rollout_ref.rollout.name).owns_weights
+        with nullcontext() if copied else held_module(self.gathered):
             self._free_cached_memory()
-            self.rollout.wake()
-            if self.cfg.actor_rollout_ref.rollout.free_cache_engine:
-                stack.callback(self.rollout.sleep)
-            self._generation = stack.pop_all()
+            yield
+
+    def open_generation(self) -> None:
+        self._generation.enter_context(self.generating())
 
     def close_generation(self) -> None:
-        if self._generation is not None:
-            self._generation.close()
-            self._generation = None
+        self._generation.close()
 
     def _free_cached_memory(self) -> None:
         """An engine in other processes cannot use what torch caches: free it on every GPU the engine shares, before the
