@@ -25,7 +25,7 @@ import subprocess
 import sys
 import time
 import types
-from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
@@ -218,9 +218,8 @@ class PythonProcess(Connection):
         self.end("was closed")
         self.process.terminate()
         await self._wait(5.0)
-        if (
-            self.process.returncode is None
-        ):  # the supervisor was stopped, or something below it hangs in the kernel
+        if self.process.returncode is None:
+            # The supervisor was stopped, or something below it hangs in the kernel.
             processes.kill_tree(self.process.pid)
             self.process.wait()
         if not self.output.closed:
@@ -325,7 +324,7 @@ def main(channel_fd: int, cgroup_fd: int | None = None) -> None:
     channel = socket.socket(fileno=channel_fd)
     # The trainer may be finished before this process has started.
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        if (setup := _Requests(channel).next()) is None:
+        if (setup := next(_requests(channel), None)) is None:
             return
         name, argument, forks = pickle.loads(setup)
         if not forks:
@@ -364,21 +363,21 @@ def _fork_for_every_descriptor(control: socket.socket, service: Service) -> None
 
 def _supervise(channel: socket.socket, service: Service, server: int) -> NoReturn:
     """In a forked process: fork once more, and end together with the second process."""
+
+    def start() -> None:
+        os.setsid()  # signals to the group of a call do not reach the supervisor
+        processes.die_with_parent()
+        processes.prefer_as_oom_victim()
+        channel.sendall(_line({"started": os.getpid()}))
+        _serve_and_exit(channel, service)
+
     try:
-        status = processes.supervise(lambda: _start_forked(channel, service), server, channel.fileno())
+        status = processes.supervise(start, server, channel.fileno())
         how = processes.describe_exit(os.waitstatus_to_exitcode(status))
     except OSError as error:
         how = f"could not be started ({error})"
     _say_end(channel, how)
     os._exit(0)
-
-
-def _start_forked(channel: socket.socket, service: Service) -> None:
-    os.setsid()  # signals to the group of a call do not reach the supervisor
-    processes.die_with_parent()
-    processes.prefer_as_oom_victim()
-    channel.sendall(_line({"started": os.getpid()}))
-    _serve_and_exit(channel, service)
 
 
 def _serve_and_exit(channel: socket.socket, service: Service) -> NoReturn:
@@ -402,9 +401,9 @@ def _serve_and_exit(channel: socket.socket, service: Service) -> NoReturn:
 
 
 def _serve(channel: socket.socket, service: Service) -> None:
-    pid, requests = os.getpid(), _Requests(channel)
+    pid = os.getpid()
     with contextlib.closing(Steps()) as steps:
-        while (request := requests.next(steps)) is not None:
+        for request in _requests(channel, steps):
             answer = steps.run(service.answer(*pickle.loads(request)))
             if os.getpid() != pid:
                 os._exit(0)  # a child that the call forked and that returned: the parent answers
@@ -432,29 +431,23 @@ async def _serve_concurrently(channel: socket.socket, service: Service) -> None:
             call.add_done_callback(running.discard)
 
 
-class _Requests:
-    """What the trainer sends, one message after the other."""
-
-    def __init__(self, channel: socket.socket) -> None:
-        self._channel = channel
-        self._received = bytearray()
-
-    def next(self, steps: Steps | None = None) -> bytes | None:
-        """None where the trainer closed the socket before the end of the message."""
-        received = self._received
-        while True:
-            if len(received) >= HEADER.size:
-                end = HEADER.size + HEADER.unpack_from(received)[0]
-                if len(received) >= end:
-                    message = bytes(received[HEADER.size : end])
-                    del received[:end]
-                    return message
-            if steps is not None:
-                steps.wait_readable(self._channel)
-            data = self._channel.recv(1 << 16)
-            if not data:
-                return None
-            received += data
+def _requests(channel: socket.socket, steps: Steps | None = None) -> Iterator[bytes]:
+    """What the trainer sends, one message after the other, until it closes the socket."""
+    received = bytearray()
+    while True:
+        while len(received) >= HEADER.size:
+            end = HEADER.size + HEADER.unpack_from(received)[0]
+            if len(received) < end:
+                break
+            message = bytes(received[HEADER.size : end])
+            del received[:end]
+            yield message
+        if steps is not None:
+            steps.wait_readable(channel)
+        data = channel.recv(1 << 16)
+        if not data:
+            return
+        received += data
 
 
 def _line(message: Mapping[str, Any]) -> bytes:

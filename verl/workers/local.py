@@ -16,7 +16,6 @@ from verl.data.proto import DataProto
 from verl.engines import build_engine
 from verl.errors import ConfigError
 from verl.models.lora import without_adapters
-from verl.models.weight_source import WeightSource
 from verl.observe.batch_metrics import ModelSize
 from verl.observe.metrics import Metric
 from verl.observe.profiling import profiled
@@ -70,6 +69,7 @@ class LocalGroup(WorkerGroup):
         for role in self.roles:
             self._build(role, models.get(role.name))
             if role.name == ACTOR:
+                self.weights = self.actor_engine.weights()
                 self.rollout = self.build_rollout_engine(tokenizer)
         self.pad_token_id = pad_id(tokenizer)
         for name, engine in self.engines().items():
@@ -142,13 +142,10 @@ class LocalGroup(WorkerGroup):
 
     def build_rollout_engine(self, tokenizer: Any) -> RolloutEngine:
         """The engine that generates from the actor."""
-        return self._engine_over(self.actor_engine.weights(), tokenizer)
-
-    def _engine_over(self, source: WeightSource, tokenizer: Any) -> RolloutEngine:
         rollout = self.cfg.actor_rollout_ref.rollout
         return build_rollout(
             rollout.name,
-            source,
+            self.weights,
             tokenizer,
             rollout,
             watchdog_s=self.cfg.trainer.watchdog_s,
@@ -212,7 +209,7 @@ class LocalGroup(WorkerGroup):
                 start.load_state(source.state())
 
     def sync_weights(self) -> dict[str, float]:
-        self.rollout.update_weights(self.actor_engine.weights(), self.policy_version)
+        self.rollout.update_weights(self.weights, self.policy_version)
         return self.rollout.stats().weight_sync
 
     def profile(self, step: int, run_folder: Path) -> AbstractContextManager[None]:

@@ -164,22 +164,14 @@ class Failure:
         return TrainingHalted(f"{where}: {self.kind}: {self.message}\n\n{self.traceback}")
 
 
-@dataclass(frozen=True)
-class LogRecord:
-    """One log message, repeated by the driver."""
-
-    logger: str
-    level: int
-    text: str
-
-
 @dataclass
 class Outcome:
     """The answer to a call."""
 
     value: Any = None
     failure: Failure | None = None
-    logs: list[LogRecord] = field(default_factory=list)
+    logs: list[tuple[str, int, str]] = field(default_factory=list)
+    """Logger, level and text of what was logged meanwhile, repeated by the driver."""
 
 
 class LogBuffer(logging.Handler):
@@ -187,12 +179,12 @@ class LogBuffer(logging.Handler):
 
     def __init__(self, rank: int) -> None:
         super().__init__(logging.INFO if rank == 0 else logging.WARNING)
-        self._records: list[LogRecord] = []
+        self._records: list[tuple[str, int, str]] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._records.append(LogRecord(record.name, record.levelno, record.getMessage()))
+        self._records.append((record.name, record.levelno, record.getMessage()))
 
-    def take(self) -> list[LogRecord]:
+    def take(self) -> list[tuple[str, int, str]]:
         self.acquire()
         try:
             taken, self._records = self._records, []

@@ -161,10 +161,9 @@ class RankCalls:
             return []
         except RayError as error:
             self.fail(call, rank, error, pending)
-        for record in outcome.logs:
-            named = short_name(self.names[rank]) != "rank 0"
-            text = f"{self.names[rank]}: {record.text}" if named else record.text
-            logging.getLogger(record.logger).log(record.level, "%s", text)
+        source = "" if short_name(self.names[rank]) == "rank 0" else f"{self.names[rank]}: "
+        for logger, level, text in outcome.logs:
+            logging.getLogger(logger).log(level, "%s", source + text)
         if outcome.failure is not None:
             self.fail(call, rank, outcome.failure, pending)
         return [outcome.value]

@@ -104,7 +104,7 @@ class Cluster:
         address = ray.util.get_node_ip_address()
         if not ipaddress.ip_address(
             address
-        ).is_loopback:  # a version of Ray without the switch of `_on_loopback`
+        ).is_loopback:  # a version of Ray without the switch of `on_loopback`
             logger.warning(
                 "Ray %s, started for this run, listens on %s and not on the loopback address: keep it behind a "
                 "firewall",
@@ -198,21 +198,17 @@ class Cluster:
         else:
             for actor in self.actors:
                 ray.kill(actor, no_restart=True)
-            if opened:  # once for all pools of a run, and not by a restart that looks for places
-                self._write_timeline()
+            timeline = self.cfg.ray_kwargs.timeline_json_file
+            if opened and timeline:  # once for all pools of a run, and not by a restart that looks for places
+                Path(timeline).parent.mkdir(parents=True, exist_ok=True)
+                ray.timeline(str(timeline))
+                logger.info("timeline of the ranks' calls: %s (open it at https://ui.perfetto.dev)", timeline)
             if reservation is not None:
                 reservation.release(*(() if opened else (self._key,)))
         self.actors = []
         if self._connected_here:
             ray.shutdown()
             self._connected_here = False
-
-    def _write_timeline(self) -> None:
-        if self.cfg.ray_kwargs.timeline_json_file:
-            path = Path(self.cfg.ray_kwargs.timeline_json_file)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            ray.timeline(str(path))
-            logger.info("timeline of the ranks' calls: %s (open it at https://ui.perfetto.dev)", path)
 
 
 def _start_error(error: Exception, address: str) -> RayStartError:

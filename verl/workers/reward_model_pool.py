@@ -10,9 +10,8 @@ import logging
 import os
 import sys
 import threading
-import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,10 +41,8 @@ ROLE = "reward model rank"
 _SERVER = "verl.workers.reward_model_pool:RewardModelRank"
 START_S = 300.0
 """For processes to start and a cluster to free resources; loading the model is under the watchdog instead."""
-POLL_S = 0.05
-"""How soon an idle process gets what was submitted while others work."""
 END_S = 30.0
-"""For the thread to notice that the processes ended."""
+"""For a thread to notice that its process ended."""
 
 
 @dataclass(eq=False)
@@ -131,7 +128,7 @@ class ModelPool:
 
 
 class ModelPoolBackend(Backend):
-    """The pool as one of a manager's rewards: a thread gives every idle process a share and takes the results."""
+    """The pool as one of a manager's rewards: a thread for each process gives it a share and takes the results."""
 
     def __init__(self, pool: ModelPool) -> None:
         self.pool = pool
@@ -143,8 +140,13 @@ class ModelPoolBackend(Backend):
         """The results that each call has so far."""
         self._failure: VerlError | None = None
         self._closing = False
-        self._thread = threading.Thread(target=self._serve, name="reward-model-pool", daemon=True)
-        self._thread.start()
+        names = [f"reward-model-{rank}" for rank in range(len(pool.actors))]
+        self._threads = [
+            threading.Thread(target=self._serve, args=(rank,), name=name, daemon=True)
+            for rank, name in enumerate(names)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     @property
     def signatures(self) -> list[Signature]:
@@ -171,43 +173,30 @@ class ModelPoolBackend(Backend):
             self._changed.notify_all()
         if ray.is_initialized():
             self.pool.end()
-        self._thread.join(END_S)
+        for thread in self._threads:
+            thread.join(END_S)
         self.pool.close()
 
-    # -- in the thread ------------------------------------------------------------------------------------------
+    # -- in the threads -----------------------------------------------------------------------------------------
 
-    def _serve(self) -> None:
-        calls = self.pool.calls
-        running: dict[Any, int] = {}
-        shares: dict[Any, list[Waiting]] = {}
-        heard = 0.0
+    def _serve(self, rank: int) -> None:
         try:
-            while self._has_work(running):
-                for rank in sorted(set(range(len(calls))) - set(running.values())):
-                    if share := self._next_share():
-                        ref = calls.start(rank, RewardModelRank.do_score, [item.sample for item in share])
-                        running[ref], shares[ref], heard = rank, share, time.monotonic()
-                for ref in calls.ready("score", running, POLL_S, heard):
-                    rank, heard = running[ref], time.monotonic()
-                    (results,) = calls.read("score", ref, running)
-                    self._add_results(rank, shares[ref], results)
+            while share := self._next_share():
+                samples = [item.sample for item in share]
+                self._add_results(rank, share, self.pool.calls.one(rank, RewardModelRank.do_score, samples))
         except (VerlError, RayError) as error:  # RayError: the connection to the cluster itself
             with self._changed:
-                if self._closing:
+                if self._closing or self._failure is not None:
                     return
                 self._failure = error if isinstance(error, VerlError) else TrainingHalted(str(error))
-            fail(self._unanswered, self._failure)
-
-    def _has_work(self, running: Mapping[Any, int]) -> bool:
-        """Waits until there is some; False at the end."""
-        with self._changed:
-            while not self._waiting and not running and not self._closing:
-                self._changed.wait()
-            return not self._closing
+                self._changed.notify_all()
+                fail(self._unanswered, self._failure)
 
     def _next_share(self) -> list[Waiting]:
+        """Waits until there is one; empty at the end."""
         with self._changed:
-            if not self._waiting:
+            self._changed.wait_for(lambda: self._waiting or self._closing or self._failure)
+            if self._closing or self._failure is not None:
                 return []
             work = [item.work for item in self._waiting]
             chosen = next_share(work, len(self.pool.actors), self.pool.batch_size)
@@ -223,7 +212,7 @@ class ModelPoolBackend(Backend):
             self.scored[rank] += len(share)
             for call in {item.call for item in share}:
                 known = [result for result in self._unanswered[call] if result is not None]
-                if len(known) == len(self._unanswered[call]):
+                if len(known) == len(self._unanswered[call]) and self._failure is None:
                     del self._unanswered[call]
                     answer(call, known)
 

@@ -79,28 +79,26 @@ class RankGroup(LocalGroup):
     def build_rollout_engine(self, tokenizer: Any) -> RolloutEngine:
         """This rank's engine, or a placeholder where another process has it."""
         rollout, size = self.cfg.actor_rollout_ref.rollout, engine_size(self.cfg)
-        self.gathered = self.actor_engine.weights()
         if rollout_pool(self.cfg):
             return RemoteEngine()
         if self._rank % size:
-            return TPFollower(rollout.name, self.gathered, tokenizer, rollout)
+            return TPFollower(rollout.name, self.weights, tokenizer, rollout)
         shared = self._devices[self._rank : self._rank + size]
         visible = {_DEVICES: ",".join(shared)} if shared and size > 1 and self.device.type == "cuda" else {}
         with environment(visible):  # for the processes of the engine; this one has its own GPU already
-            return self._engine_over(self.gathered, tokenizer)
+            return super().build_rollout_engine(tokenizer)
 
     def sync_weights(self) -> dict[str, float]:
         copied = engine_spec(self.cfg.actor_rollout_ref.rollout.name).owns_weights
         # Where the config keeps weights in host memory they are brought for as long as copying takes, and no longer.
         with self.resident("actor", optimizer=False) if copied else nullcontext():
             self._free_cached_memory()
-            self.rollout.update_weights(self.gathered, self.policy_version)
-        return self.rollout.stats().weight_sync
+            return super().sync_weights()
 
     @contextmanager
     def waking(self) -> Iterator[None]:
         copied = engine_spec(self.cfg.actor_rollout_ref.rollout.name).owns_weights
-        with nullcontext() if copied else held_module(self.gathered):
+        with nullcontext() if copied else held_module(self.weights):
             self._free_cached_memory()
             yield
 
@@ -131,7 +129,7 @@ class RankGroup(LocalGroup):
 
     def model_info(self) -> ModelInfo:
         """What such a process has to know of the model."""
-        info = model_info(self.actor_engine.weights(), None)
+        info = model_info(self.weights, None)
         return info if self.separate_adapter else replace(info, lora_rank=0)
 
     def adapter(self) -> Any:
@@ -143,23 +141,22 @@ class RankGroup(LocalGroup):
         """Every weight, gathered one at a time by all ranks together. With a separate adapter, the base weights (once,
         they never change), then the adapter. External engines know the names of the model's files, our own those of the
         module."""
-        weights = self.actor_engine.weights()
         names: Names = "hf" if engine_spec(self.cfg.actor_rollout_ref.rollout.name).owns_weights else "module"
         with self.resident("actor", optimizer=False):
-            adapter = weights.adapter() if self.separate_adapter else None
+            adapter = self.weights.adapter() if self.separate_adapter else None
             if adapter is not None:
-                base = [] if self._base_sent else [weights.base_tensors(names)]
+                base = [] if self._base_sent else [self.weights.base_tensors(names)]
                 yield [*base, adapter.named_tensors]
                 self._base_sent = True
             else:
-                yield [weights.named_tensors(names)]
+                yield [self.weights.named_tensors(names)]
 
     def probe(
         self, prompt: tuple[int, ...], answers: list[tuple[tuple[int, ...], ...]]
     ) -> list[SourceLogProbs | None]:
         """The trainer's own log-probs of what engines elsewhere drew after `prompt`."""
         with self.resident("actor", optimizer=False):
-            return [self.actor_engine.weights().log_probs(prompt, rows) for rows in answers]
+            return [self.weights.log_probs(prompt, rows) for rows in answers]
 
 
 @dataclass(frozen=True)
