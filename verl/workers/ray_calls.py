@@ -253,13 +253,11 @@ class RankCalls:
         # A rank that was idle for long has not hung: only the time since it was asked counts.
         if min(*quiet, now - asked) > self.watchdog_s:
             self.broken = True
-            raise WorkersLost(self._hang_report(call, ranks))
-
-    def _hang_report(self, call: str, ranks: list[int]) -> str:
-        """With what processes of other roles do at this moment: these may wait for them, or they for these."""
-        everyone = RankCalls.together(self, *self.peers)
-        statuses, _ = everyone._statuses(range(len(everyone)))
-        return format_hang_report(call, self.watchdog_s, everyone.names, ranks, statuses, len(self))
+            # With what processes of other roles do at this moment: these may wait for them, or they for these.
+            everyone = RankCalls.together(self, *self.peers)
+            statuses, _ = everyone._statuses(range(len(everyone)))
+            names = everyone.names
+            raise WorkersLost(format_hang_report(call, self.watchdog_s, names, ranks, statuses, len(self)))
 
     def _statuses(self, ranks: Sequence[int]) -> tuple[dict[int, RankStatus], dict[int, Problem]]:
         """Statuses of the ranks that answer in time, and errors of those known to be dead."""

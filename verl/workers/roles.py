@@ -28,6 +28,8 @@ OnFinish = Callable[[int, Any], None]
 """Called with the row in the batch and its response (or conversation), as each finishes."""
 PREPARED = "prepared."
 """Before the names of columns that the `prepare` of a policy loss computed."""
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "ignore_eos", "raw_log_probs")
+"""Keys of the rollout section that are sampling parameters as they are."""
 _COUNTS = ("dp_size", "batch_num_tokens", "global_batch_size")
 
 
@@ -125,10 +127,7 @@ def joined_outputs(parts: Sequence[Mapping[str, torch.Tensor]], rows: int) -> di
             continue
         # Rows that fill up the share of a rank have the number -1.
         last = {row: at for at, row in enumerate(part[TOKEN_ROW].tolist()) if row >= 0}
-        to, taken = (
-            torch.tensor(list(last), dtype=torch.long),
-            torch.tensor(list(last.values()), dtype=torch.long),
-        )
+        to, taken = torch.tensor([list(last), list(last.values())], dtype=torch.long)
         for name, values in part.items():
             if name != TOKEN_ROW:
                 whole = joined.setdefault(name, torch.full((rows, values.shape[1]), torch.nan))
@@ -309,9 +308,8 @@ class TeacherRole(RoleWorker):
         assert isinstance(actor, ActorRole)
         theirs, own = self.engine.info.vocab_size, actor.engine.info.vocab_size
         self._vocabulary = min(theirs, own)
-        if (
-            theirs != own and self._vocabulary < tokens
-        ):  # else only the padding of their output matrices differs
+        if theirs != own and self._vocabulary < tokens:
+            # Else only the padding of their output matrices differs.
             raise ModelError(
                 f"actor_rollout_ref.teacher.path: the teacher has {theirs} tokens, the student {own}, and the "
                 f"tokenizer {tokens}; give a teacher with the student's tokenizer"
@@ -353,18 +351,9 @@ def validation_settings(cfg: RolloutConfig, max_tokens: int) -> GenerationSettin
 
 
 def _sampling(cfg: RolloutConfig, max_tokens: int, **changes: Any) -> SamplingParams:
-    settings: dict[str, Any] = {
-        "temperature": cfg.temperature,
-        "top_p": cfg.top_p,
-        "top_k": cfg.top_k,
-        "min_p": cfg.min_p,
-        "repetition_penalty": cfg.repetition_penalty,
-        "ignore_eos": cfg.ignore_eos,
-        "stop": tuple(cfg.stop),
-        "stop_token_ids": tuple(cfg.stop_token_ids),
-        "raw_log_probs": cfg.raw_log_probs,
-    }
-    return SamplingParams(max_tokens=max_tokens, **{**settings, **changes})
+    settings: dict[str, Any] = {name: getattr(cfg, name) for name in _SAMPLING}
+    settings |= {"stop": tuple(cfg.stop), "stop_token_ids": tuple(cfg.stop_token_ids)}
+    return SamplingParams(max_tokens=max_tokens, **(settings | changes))
 
 
 def rollouts_of(prompts: DataProto, samples: Sequence[Any], n: int, pad_token_id: int) -> DataProto:
