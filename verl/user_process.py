@@ -24,8 +24,7 @@ import struct
 import subprocess
 import sys
 import time
-import types
-from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
@@ -176,7 +175,6 @@ class PythonProcess(Connection):
         service: str,
         argument: Any,
         error: type[VerlError],
-        *,
         forks: bool = False,
         timeout_s: float = 600.0,
     ) -> Any:
@@ -218,8 +216,7 @@ class PythonProcess(Connection):
         self.end("was closed")
         self.process.terminate()
         await self._wait(5.0)
-        if self.process.returncode is None:
-            # The supervisor was stopped, or something below it hangs in the kernel.
+        if self.process.returncode is None:  # its supervisor was stopped, or something hangs in the kernel
             processes.kill_tree(self.process.pid)
             self.process.wait()
         if not self.output.closed:
@@ -286,16 +283,8 @@ class Steps:
             coroutine.send(None)
         except StopIteration as stop:
             return stop.value
-
-        @types.coroutine
-        def rest() -> Generator[Any, Any, Any]:
-            return (yield from coroutine)
-
-        async def finish() -> Any:
-            return await rest()
-
         self._used = True
-        return self._runner.run(finish())
+        return self._runner.run(coroutine)  # goes on after its first await
 
     def wait_readable(self, channel: socket.socket) -> None:
         """Let tasks that an earlier coroutine left go on until there is something to read."""

@@ -52,18 +52,13 @@ Result = TypeVar("Result")
 Item = TypeVar("Item")
 Calls = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
 
-_beats = 0
+beats = 0
 
 
 def beat() -> None:
     """Something this process waits for (a server, an engine's processes) made progress."""
-    global _beats
-    _beats += 1
-
-
-def beats() -> int:
-    """Changes with every `beat`."""
-    return _beats
+    global beats
+    beats += 1
 
 
 @dataclass(frozen=True)
@@ -132,7 +127,7 @@ class StackWatchdog:
             self._sample(self._frame())
 
     def _sample(self, frame: FrameType | None) -> None:
-        seen = (_beats, *((id(f.f_code), f.f_lasti) for f in _outwards(frame)))
+        seen = (beats, *((id(f.f_code), f.f_lasti) for f in _outwards(frame)))
         if seen != self._last:
             self._last, self._moved = seen, time.monotonic()
 
