@@ -73,7 +73,7 @@ def serve_functions(setup: tuple[Sequence[FunctionSpec], RewardConfig, Mapping[s
 
 
 @dataclass(eq=False)
-class Task:
+class RewardTask:
     """One call: a function and the samples it is for, pickled."""
 
     id: int
@@ -91,10 +91,10 @@ class Worker(PythonProcess):
     can; `answered` gets every answer."""
 
     def __init__(self, memory_bytes: int, answered: Callable[[Worker, dict[str, Any]], None]) -> None:
-        self.tasks: dict[int, Task] = {}
+        self.tasks: dict[int, RewardTask] = {}
         self.ready = False
         self.last_reply_at = 0.0
-        self.suspects: list[Task] | None = None
+        self.suspects: list[RewardTask] | None = None
         """Tasks for which it was killed, or some of them."""
         self.seen_pids: set[int] = set()
         """Of the worker and what it started, as far as `pids` met them."""
@@ -167,7 +167,7 @@ class WorkerPool(Backend):
         self._call_s = 0.0
         # Shared between the callers' threads and the event loop's, under `_changed`.
         self._changed = threading.Condition()
-        self._queue: deque[Task] = deque()
+        self._queue: deque[RewardTask] = deque()
         self._failure: RewardError | None = None
         self._loop = asyncio.new_event_loop()
         self._closing = asyncio.Event()
@@ -201,7 +201,7 @@ class WorkerPool(Backend):
             )
             answer(call, [RewardResult(None, error=text) for _ in samples])
             return call
-        task = Task(task_id, call, function, tuple(sample.row_name for sample in samples), payload)
+        task = RewardTask(task_id, call, function, tuple(sample.row_name for sample in samples), payload)
         with self._changed:
             if self._failure is not None:
                 raise self._failure
@@ -303,7 +303,7 @@ class WorkerPool(Backend):
         self._answer(task, [RewardResult(*row) for row in message["results"]])
         self._dispatch()
 
-    def _answer(self, task: Task, results: list[RewardResult]) -> None:
+    def _answer(self, task: RewardTask, results: list[RewardResult]) -> None:
         self.calls += 1
         answer(task.call, results)
 
@@ -320,7 +320,7 @@ class WorkerPool(Backend):
                 worker.tasks[task.id] = task
                 worker.send(task.payload)
 
-    def _can_take(self, worker: Worker, task: Task) -> bool:
+    def _can_take(self, worker: Worker, task: RewardTask) -> bool:
         if not worker.ready or worker.ended:
             return False
         if task.alone or any(other.alone for other in worker.tasks.values()):
@@ -330,7 +330,7 @@ class WorkerPool(Backend):
         ahead = int(_AHEAD_S / self._call_s) if self._call_s else 1
         return len(worker.tasks) <= min(ahead, _MAX_AHEAD)
 
-    def _running(self, worker: Worker) -> list[Task]:
+    def _running(self, worker: Worker) -> list[RewardTask]:
         """The calls a worker is busy with: the oldest, or all of them with async functions."""
         tasks = list(worker.tasks.values())
         return tasks if self._concurrent else tasks[:1]

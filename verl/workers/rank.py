@@ -165,7 +165,7 @@ class Failure:
 
 
 @dataclass
-class Outcome:
+class CallOutcome:
     """The answer to a call."""
 
     value: Any = None
@@ -217,7 +217,7 @@ class RPCServer:
         method: Callable[..., Any] = getattr(self, f"do_{call}")
         return method
 
-    def serve(self, call: str, *args: Any, label: str = "") -> Outcome:
+    def serve(self, call: str, *args: Any, label: str = "") -> CallOutcome:
         """The answer of `do_<call>`. `label`: what messages and phases call it."""
         value, failure, label = None, None, label or call
         try:
@@ -226,16 +226,16 @@ class RPCServer:
         # SystemExit would end this process, or its thread, without a message.
         except (Exception, SystemExit) as error:
             failure = Failure.of(error, self.watchdog)
-        return Outcome(value, failure, self._logs.take())
+        return CallOutcome(value, failure, self._logs.take())
 
-    def stream(self, call: str, *args: Any) -> Iterator[Outcome]:
+    def stream(self, call: str, *args: Any) -> Iterator[CallOutcome]:
         """Like `serve`, for a call that yields several values."""
         try:
             with self.watchdog.serving(call), live.phase(call):
                 for value in self.method(call)(*args):
-                    yield Outcome(value, None, self._logs.take())
+                    yield CallOutcome(value, None, self._logs.take())
         except (Exception, SystemExit) as error:
-            yield Outcome(None, Failure.of(error, self.watchdog), self._logs.take())
+            yield CallOutcome(None, Failure.of(error, self.watchdog), self._logs.take())
 
     def control_status(self) -> RankStatus:
         return self.watchdog.status()

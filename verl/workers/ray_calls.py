@@ -21,7 +21,7 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 from verl.errors import RESUME, TrainingHalted, VerlError, WorkersLost
 from verl.observe.live import live
 from verl.watchdog import RankStatus, format_hang_report, short_name
-from verl.workers.rank import Failure, Outcome, RPCServer
+from verl.workers.rank import CallOutcome, Failure, RPCServer
 from verl.workers.ray_daemons import ClusterHealth
 
 POLL_S = 1.0
@@ -155,7 +155,7 @@ class RankCalls:
         if not is_stream:
             del pending[ref]
         try:
-            outcome: Outcome = ray.get(next(ref) if is_stream else ref)
+            outcome: CallOutcome = ray.get(next(ref) if is_stream else ref)
         except StopIteration:
             del pending[ref]
             return []

@@ -175,7 +175,7 @@ def _end_with_parent() -> None:
 class RankProcess:
     """An `RPCServer`, which `server` names as `module:Class`, behind a Ray actor, with a second lane for control calls
     and a third for calls that a generation stream serves. Calls come with the driver's training step, to which the
-    phases of this process belong; they are answered with an `Outcome`."""
+    phases of this process belong; they are answered with an `CallOutcome`."""
 
     def __init__(self, server: str, rank: int, world_size: int, threads: int | None) -> None:
         if threads is not None:

@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -84,16 +84,27 @@ class RayGroup(WorkerGroup):
         self.cluster = Cluster(cfg)
         self.pool = RolloutPool(cfg) if rollout_pool(cfg) else None
         self._shards: dict[int, _Shards] = {}  # by their number: roles may be laid out differently
-        self._size: ModelSize
+        setup = RankSetup(
+            cfg=copy.deepcopy(cfg),
+            tokenizer=tokenizer,
+            training_steps=training_steps,
+            run_folder=Path() if run_folder is None else run_folder.absolute(),
+            model=model,
+        )
         try:
             self.cluster.connect()
             self.calls = RankCalls(self.cluster.start_actors(START_S, TRAIN_RANK), cfg.trainer.watchdog_s)
             if self.pool is not None:
                 self.pool.start_actors(START_S)
-            self._size = self._build(tokenizer, training_steps, run_folder, model)
+            others = self.pool.calls.addresses if self.pool else ()
+            info = build_ranks(self.cluster, self.calls, TrainRank.do_build, setup, others=others)[0]
+            if self.pool is not None:
+                self.pool.build(self.calls, setup, info)
+                self.pool.sync_weights(self.policy_version)
         except BaseException:
             self._end(ask=False)
             raise
+        self._size: ModelSize = info.size
         generating = self.calls if self.pool is None else self.pool.calls
         self._live = RankSnapshots([self.calls] if self.pool is None else [self.calls, generating])
         self.rollout: RayRollout = RayRollout(
@@ -104,23 +115,6 @@ class RayGroup(WorkerGroup):
         )
         self.pad_token_id = pad_id(tokenizer)
 
-    def _build(
-        self, tokenizer: Any, training_steps: int | None, run_folder: Path | None, model: nn.Module | None
-    ) -> ModelSize:
-        setup = RankSetup(
-            cfg=copy.deepcopy(self.cfg),
-            tokenizer=tokenizer,
-            training_steps=training_steps,
-            run_folder=Path() if run_folder is None else run_folder.absolute(),
-            model=model,
-        )
-        addresses = self.pool.calls.addresses if self.pool else ()
-        info = build_ranks(self.cluster, self.calls, TrainRank.do_build, setup, others=addresses)[0]
-        if self.pool is not None:
-            self.pool.build(self.calls, setup, info)
-            self.pool.sync_weights(self.policy_version)
-        return info.size
-
     # -- what the loop asks for ---------------------------------------------------------------------------------
 
     def generating(self) -> AbstractContextManager[None]:
@@ -128,7 +122,7 @@ class RayGroup(WorkerGroup):
 
     def forward(self, role: str, batch: DataProto, columns: Sequence[str]) -> DataProto:
         layout, row = self._layout(role), find_role(role)
-        shards = self._shard(self._chosen(batch, row.inputs), layout.dp)
+        shards = self._shard(batch, row.inputs, layout.dp)
         meta = {name: batch.meta_info[name] for name in ("temperature",) if name in batch.meta_info}
         args = [(role, tuple(columns), ref, meta) for ref in shards.refs]
         found = self.calls.each(TrainRank.do_forward, for_ranks(layout, args), row.call)
@@ -143,7 +137,7 @@ class RayGroup(WorkerGroup):
             columns += mini.batch
         elif role == ACTOR:
             columns += policy_loss(loss or self.section(role).policy_loss.loss_mode).needs
-        shards = self._shard(self._chosen(mini, columns), layout.dp, together)
+        shards = self._shard(mini, columns, layout.dp, together)
         meta = {**mini.meta_info, "dp_size": layout.dp}
         shares = [(role, ref, meta, loss, step) for ref in shards.refs]
         label = f"train_{role}" if step else "forward_backward"
@@ -210,13 +204,10 @@ class RayGroup(WorkerGroup):
     def _layout(self, role: str) -> Layout:
         return layout_of(self.section(role), len(self.calls))
 
-    @staticmethod
-    def _chosen(batch: DataProto, more: Sequence[str]) -> dict[str, torch.Tensor]:
-        return {name: batch.batch[name] for name in (*_INPUTS, *more) if name in batch.batch}
-
-    def _shard(self, tensors: Mapping[str, torch.Tensor], count: int, together: int = 1) -> _Shards:
-        """`count` shards in Ray's store; those of the last batch are used again while it has not changed. So many
-        consecutive rows stay `together`."""
+    def _shard(self, batch: DataProto, columns: Sequence[str], count: int, together: int = 1) -> _Shards:
+        """`count` shards in Ray's store, with those of `columns` that there are; those of the last batch are used again
+        while it has not changed. So many consecutive rows stay `together`."""
+        tensors = {name: batch.batch[name] for name in (*_INPUTS, *columns) if name in batch.batch}
         key = [(name, tensor, tensor._version) for name, tensor in tensors.items()]
         if count not in self._shards or not self._shards[count].built_from(key):
             padded = pad_rows(tensors, count * together)

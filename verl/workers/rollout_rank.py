@@ -30,7 +30,7 @@ from verl.rollout.source import as_source
 from verl.rollout.weight_sync.broadcast import Broadcast, ReceivedWeights, SyncReport, load_into, report
 from verl.rollout.weight_sync.fingerprint import Manifest
 from verl.workers.local import choose_device
-from verl.workers.rank import Outcome, RankSetup, RPCServer, collective_timeout_s, prepare_process
+from verl.workers.rank import CallOutcome, RankSetup, RPCServer, collective_timeout_s, prepare_process
 
 if TYPE_CHECKING:
     from torch import nn
@@ -174,7 +174,7 @@ class RolloutServer(RPCServer):
             finally:
                 sampler.suspended = True
 
-    def serve_between_polls(self, call: str, *args: Any) -> Outcome:
+    def serve_between_polls(self, call: str, *args: Any) -> CallOutcome:
         """`serve` that does not wait for the end of a stream: the stream's thread does it between two polls."""
         return self.sampler.call(lambda: self.serve(call, *args))
 
