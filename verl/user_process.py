@@ -113,22 +113,19 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         *lines, rest = data.split(b"\n")
         for line in lines:
-            self._handle(b"".join([*self._parts, line]))
-            self._parts, self._size = [], 0
+            whole, self._parts, self._size = b"".join([*self._parts, line]), [], 0
+            try:
+                message = dict(parse_json(whole))
+                if "end" in message:
+                    self.end(str(message["end"]))
+                elif not self.ended:
+                    self.received(message)
+            except (ValueError, KeyError, TypeError, asyncio.InvalidStateError):
+                self.end(_BROKEN)
         self._parts.append(rest)
         self._size += len(rest)
         if self._size > self.max_line:
             self.end("sent too long an answer and was killed")
-
-    def _handle(self, line: bytes) -> None:
-        try:
-            message = dict(parse_json(line))
-            if "end" in message:
-                self.end(str(message["end"]))
-            elif not self.ended:
-                self.received(message)
-        except (ValueError, KeyError, TypeError, asyncio.InvalidStateError):
-            self.end(_BROKEN)
 
     def connection_lost(self, error: Exception | None) -> None:
         self.closed_by_process = not self.ended
@@ -201,7 +198,8 @@ class PythonProcess(Connection):
             await self._wait(3.0)
             status = self.process.returncode
             how = _BROKEN if status is None else processes.describe_exit(status)
-        self._read_all()
+        while self.read_output():
+            pass
         last = self.last_line()
         return f"{how}; last output: {last}" if last else how
 
@@ -220,18 +218,15 @@ class PythonProcess(Connection):
             processes.kill_tree(self.process.pid)
             self.process.wait()
         if not self.output.closed:
-            self._read_all()
+            while self.read_output():
+                pass
             asyncio.get_running_loop().remove_reader(self.output)
             self.output.close()
             self.socket.close()
 
-    def _read_all(self) -> None:
-        while not self.output.closed and self.read_output():
-            pass
-
     def read_output(self) -> bool:
         """Log what was printed; whether there was anything."""
-        data = self.output.read(1 << 16)
+        data = None if self.output.closed else self.output.read(1 << 16)
         if data is None:
             return False
         self._tail = (self._tail + data)[-_OUTPUT_TAIL:]

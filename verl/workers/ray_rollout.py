@@ -40,6 +40,7 @@ _ADVICE = (
 )
 ABORT_S = 5.0
 """How long a healthy rank takes at most to answer an abort; one that does not is noticed by `poll`."""
+_SUMMED = ("kv_blocks_used", "kv_blocks", "generated_tokens", "prefilled_tokens", "preemptions")
 SUBMIT_S = 0.2
 """How soon `poll` sends on requests that another thread submitted while it waits."""
 
@@ -186,12 +187,9 @@ class RayRollout(RolloutEngine):
         if self._broken():
             return total
         refs = [self._calls.control(rank, RolloutServer.control_stats) for rank in self._hosts]
-        for each in _answers(refs, STATUS_S):
-            total.kv_blocks_used += each.kv_blocks_used
-            total.kv_blocks += each.kv_blocks
-            total.generated_tokens += each.generated_tokens
-            total.prefilled_tokens += each.prefilled_tokens
-            total.preemptions += each.preemptions
+        for stats in _answers(refs, STATUS_S):
+            for name in _SUMMED:
+                setattr(total, name, getattr(total, name) + getattr(stats, name))
         return total
 
     # -- weights ------------------------------------------------------------------------------------------------
