@@ -146,15 +146,13 @@ class RewardModel:
 class ModelBackend(LocalBackend):
     """The reward model in this process; loaded when first needed."""
 
+    signatures = (Signature("reward_model", by_name=("prompts", "completions")),)
+
     def __init__(self, config: RewardModelConfig) -> None:
         super().__init__()
         check_path(config)
         self._config = config
         self.model: RewardModel | None = None
-
-    @property
-    def signatures(self) -> list[Signature]:
-        return [Signature("reward_model", by_name=("prompts", "completions"))]
 
     def run(self, calls: Sequence[Call]) -> None:
         if not calls:

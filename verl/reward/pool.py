@@ -159,7 +159,7 @@ class WorkerPool(Backend):
             else host_memory_limit() // 2
         )
         self._per_worker = max(1, cfg.max_concurrency // num_workers)
-        self._signatures: list[Signature] = []
+        self.signatures: Sequence[Signature] = []
         self._concurrent = False
         self._ids = itertools.count()
         self._workers: list[Worker] = []
@@ -175,15 +175,11 @@ class WorkerPool(Backend):
         self._thread.start()
         atexit.register(self.close)
         with self._changed:
-            self._changed.wait_for(lambda: self._signatures or self._failure)
+            self._changed.wait_for(lambda: self.signatures or self._failure)
             failure = self._failure
         if failure is not None:
             self.close()
             raise failure
-
-    @property
-    def signatures(self) -> list[Signature]:
-        return self._signatures
 
     @property
     def pids(self) -> list[int]:
@@ -277,7 +273,7 @@ class WorkerPool(Backend):
                 self._reassign(worker, problem)
                 continue
             self._failed_starts += 1
-            if not self._signatures or self._failed_starts >= _MAX_FAILED_STARTS:
+            if not self.signatures or self._failed_starts >= _MAX_FAILED_STARTS:
                 raise RewardError(
                     f"The reward function {self._names}, imported in a worker process, {problem}."
                 )
@@ -289,8 +285,8 @@ class WorkerPool(Backend):
         worker.ready = True
         self._failed_starts = 0
         with self._changed:
-            self._signatures = [Signature(**fields) for fields in loaded]
-            self._concurrent = any(signature.is_async for signature in self._signatures)
+            self.signatures = [Signature(**fields) for fields in loaded]
+            self._concurrent = any(signature.is_async for signature in self.signatures)
             self._changed.notify_all()
         self._dispatch()
 
@@ -381,7 +377,7 @@ class WorkerPool(Backend):
         again = []
         for task in worker.tasks.values():
             if task in suspects and (certain or task.alone):
-                name = self._signatures[task.function].name
+                name = self.signatures[task.function].name
                 text = f"Reward function {name} {problem} (row {rows_text(task.rows)})"
                 _log.log(self._kill_level, "%s", text)
                 self._answer(task, [RewardResult(None, error=text) for _ in task.rows])

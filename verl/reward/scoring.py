@@ -113,13 +113,10 @@ class InProcessBackend(LocalBackend):
     ) -> None:
         super().__init__()
         self.functions = list(functions)
+        self.signatures = [function.signature for function in functions]
         self.timeout_s = timeout_s
         self.max_concurrency = max_concurrency
         self.calls: int = 0
-
-    @property
-    def signatures(self) -> list[Signature]:
-        return [function.signature for function in self.functions]
 
     def run(self, calls: Sequence[Call]) -> None:
         tasks = [(call, self.functions[number], samples) for call, number, samples in self.take(calls)]

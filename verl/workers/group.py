@@ -25,8 +25,7 @@ from verl.observe.live import Snapshot
 from verl.observe.metrics import Metric, Timer, average_metrics
 from verl.rollout.base import GenerationSettings
 from verl.rollout.sampler import Sampler
-from verl.workers.roles import PREPARED, Kept, OnFinish, joined_outputs, rollouts_of
-from verl.workers.shard_batch import TOKEN_ROW
+from verl.workers.roles import PREPARED, TOKEN_ROW, Kept, OnFinish, joined_outputs, rollouts_of
 
 if TYPE_CHECKING:
     from torch import nn

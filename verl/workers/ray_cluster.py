@@ -14,7 +14,6 @@ from typing import Any
 
 import ray
 import torch
-from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl.config.parallelism import Pool, pools, rollout_pool, world_size
@@ -143,10 +142,17 @@ class Cluster:
         return max(1, torch.get_num_threads() // self.pool.per_node)
 
     def start_actors(self, timeout_s: float, server: str) -> list[Any]:
-        """Start rank processes with `server` (module:Class), the same number on each of `nnodes` nodes."""
-        pool = self.pool
-        group = self._reserved(timeout_s)
-        gpus = self.on_gpus()
+        """Start rank processes with `server` (module:Class), the same number on each of `nnodes` nodes. The first pool
+        that starts reserves places for all of the run."""
+        pool, gpus = self.pool, self.on_gpus()
+        if id(self.cfg) not in _RESERVATIONS:
+            # One rank that is asked for here is placed here, also where a run would be this very process.
+            wanted = {placed.key: placed for placed in (*self._placed(), pool)}
+            reservation = Reservation(list(wanted.values()), gpus=gpus)
+            reservation.wait(timeout_s)
+            _RESERVATIONS[id(self.cfg)] = reservation
+            self._opened = True
+        group = _RESERVATIONS[id(self.cfg)].groups[self._key]
         actor_class = remote_rank_process()
         threads = None if gpus else self.threads()
         self.actors = [
@@ -165,18 +171,6 @@ class Cluster:
         """The run's pools in this cluster: one rank alone is this very process, which Ray does not count."""
         alone = world_size(self.cfg) == 1 and not (isinstance(self.cfg, PPOConfig) and rollout_pool(self.cfg))
         return [pool for pool in pools(self.cfg) if pool.key != "trainer" or not alone]
-
-    def _reserved(self, timeout_s: float) -> PlacementGroup:
-        """The places of this pool; the first pool that starts reserves for all of the run."""
-        reservation = _RESERVATIONS.get(id(self.cfg))
-        if reservation is None:
-            # One rank that is asked for here is placed here, also where a run would be this very process.
-            wanted = {pool.key: pool for pool in (*self._placed(), self.pool)}
-            reservation = Reservation(list(wanted.values()), gpus=self.on_gpus())
-            reservation.wait(timeout_s)
-            _RESERVATIONS[id(self.cfg)] = reservation
-            self._opened = True
-        return reservation.groups[self._key]
 
     def capacity(self, wait_s: float, longest_s: float, fits: Callable[[int, int], bool]) -> tuple[int, int]:
         """Nodes and ranks per node for a restart; see `Reservation.capacity`."""

@@ -130,6 +130,9 @@ class ModelPool:
 class ModelPoolBackend(Backend):
     """The pool as one of a manager's rewards: a thread for each process gives it a share and takes the results."""
 
+    # Of one response, not of the batch: so each comes as soon as it is finished.
+    signatures = (Signature("reward_model", by_name=("prompt", "response")),)
+
     def __init__(self, pool: ModelPool) -> None:
         self.pool = pool
         self.scored: Counter[int] = Counter()
@@ -147,11 +150,6 @@ class ModelPoolBackend(Backend):
         ]
         for thread in self._threads:
             thread.start()
-
-    @property
-    def signatures(self) -> list[Signature]:
-        # Of one response, not of the batch: so each comes as soon as it is finished.
-        return [Signature("reward_model", by_name=("prompt", "response"))]
 
     def submit(self, function: int, samples: Sequence[RewardSample]) -> Call:
         hidden_size, call = self.pool.hidden_size, new_call(samples)

@@ -18,7 +18,6 @@ from verl.errors import ModelError
 from verl.models.distillation import Teacher
 from verl.observe.metrics import Metric
 from verl.rollout.base import GenerationSettings, SamplingParams
-from verl.workers.shard_batch import TOKEN_ROW
 
 if TYPE_CHECKING:
     from verl.config.schema import ActorConfig, PPOConfig, RolloutConfig
@@ -26,6 +25,8 @@ if TYPE_CHECKING:
 
 OnFinish = Callable[[int, Any], None]
 """Called with the row in the batch and its response (or conversation), as each finishes."""
+TOKEN_ROW = "token_row"
+"""Tensor [B] of a mini-batch whose outputs are kept: the number of each row in the batch of the update."""
 PREPARED = "prepared."
 """Before the names of columns that the `prepare` of a policy loss computed."""
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "ignore_eos", "raw_log_probs")
