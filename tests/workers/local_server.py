@@ -18,7 +18,7 @@ class Server(RolloutServer):
         super().__init__(0)
         root.setLevel(before[0])
         root.handlers[:] = before[1]
-        self.engine = engine
+        self.host(engine)
 
     def generate(self, requests: list[Request]) -> Iterator[list[Response]]:
         """As `RayRollout` asks for it."""

@@ -290,16 +290,12 @@ class FunctionRewardManager(RewardManager):
                 f"data.max_response_length={max_response_length}."
             )
         self.terms = list(terms)
+        self.signatures = [term.signature for term in terms]
         self._backends = list(dict.fromkeys(term.backend for term in terms))
         self._overlong, self._max_response_length = overlong, max_response_length
         self._lock = threading.Lock()
         self._samples: dict[int, tuple[RewardSample, list[Call | None]]] = {}
         self._calls_taken = 0
-
-    @property
-    def signatures(self) -> list[Signature]:
-        """What each reward takes."""
-        return [term.signature for term in self.terms]
 
     def check(self, data_sources: Collection[str] = (), columns: Collection[str] | None = None) -> None:
         sources = sorted({str(name) for name in data_sources})

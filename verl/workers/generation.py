@@ -108,4 +108,4 @@ class GenerationRank(RolloutServer):
 
     def do_build(self, setup: RankSetup[GenerationConfig], path: str, adapter: Path | None) -> None:
         prepare_process(setup, self.address)
-        self.engine = load_engine(setup.cfg, path, adapter, setup.tokenizer)
+        self.host(load_engine(setup.cfg, path, adapter, setup.tokenizer))

@@ -8,7 +8,6 @@ last sync and reports their version with every response; before the first sync i
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -124,12 +123,11 @@ class RolloutServer(RPCServer):
     """A process that generates: the calls `RayRollout` makes."""
 
     engine: RolloutEngine
-    """A subclass builds it."""
+    sampler: Sampler
+    """Suspended while no stream runs."""
 
     def __init__(self, rank: int, world_size: int = 1) -> None:
         super().__init__(rank, world_size)
-        self._lock = threading.Lock()
-        self._sampler: Sampler | None = None
         self._received = 0
         """Calls of `control_submit`."""
         self._finished: list[Response] = []
@@ -139,14 +137,10 @@ class RolloutServer(RPCServer):
             self.engine.close()
             del self.engine
 
-    @property
-    def sampler(self) -> Sampler:
-        """Suspended while no stream runs."""
-        with self._lock:
-            if self._sampler is None:
-                self._sampler = Sampler(self.engine)
-                self._sampler.suspended = True
-            return self._sampler
+    def host(self, engine: RolloutEngine) -> None:
+        """Generate with this engine."""
+        self.engine, self.sampler = engine, Sampler(engine)
+        self.sampler.suspended = True
 
     def do_generate(self, submissions: int) -> Iterator[list[Response]]:
         """Yield responses, those that finish close together in one list, until the first `submissions` calls of
@@ -233,13 +227,15 @@ class RolloutRank(RolloutServer):
         else:
             self._module = self._with_adapter(self._load())
             self._source = as_source(self._module)
-        self.engine = build_rollout(
-            rollout.name,
-            self._source,
-            setup.tokenizer,
-            rollout,
-            watchdog_s=setup.cfg.trainer.watchdog_s,
-            run_folder=setup.run_folder,
+        self.host(
+            build_rollout(
+                rollout.name,
+                self._source,
+                setup.tokenizer,
+                rollout,
+                watchdog_s=setup.cfg.trainer.watchdog_s,
+                run_folder=setup.run_folder,
+            )
         )
 
     def _load(self) -> nn.Module:

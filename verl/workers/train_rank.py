@@ -190,7 +190,7 @@ class TrainRank(JoinedRank, RolloutServer):
         """Join the process group and load this rank's shard of the models."""
         self.join(setup)
         self.group = RankGroup(setup, self.rank)
-        self.engine = self.group.rollout
+        self.host(self.group.rollout)
         if setup.run_folder != Path():
             self.checkpoints = CheckpointManager.from_config(setup.cfg, setup.run_folder)
         self._tokenizer = setup.tokenizer
