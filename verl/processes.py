@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import os
 import resource
 import select
@@ -22,12 +21,9 @@ if __name__ != "__main__":  # the supervisor has no site-packages, and should st
     import subprocess
     from collections.abc import Callable, Collection, Iterable
     from pathlib import Path
-    from typing import Any
 
     import psutil
 
-_NOBODY = 65534
-_CGROUP_PROBE_BYTES = 64 << 20
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _IPC_RMID = 0
@@ -317,7 +313,7 @@ def _exit_as(status: int) -> None:
 
 
 def usable_cores() -> int:
-    """CPU cores this process may run on."""
+    """CPU cores this process may run on: a batch system's share, not all the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -363,111 +359,6 @@ def remove_sysv_segments(creators: Collection[int]) -> None:
     for segment in sysv_segments(creators):
         assert _LIBC is not None
         _LIBC.shmctl(segment, _IPC_RMID, None)
-
-
-class MemoryCgroup:
-    """A cgroup (v2) with a memory limit: the kernel counts everything its processes hold and kills them together."""
-
-    def __init__(self, parent: Path, memory_bytes: int, max_processes: int | None = None) -> None:
-        self.path = parent / f"verl-{os.getpid()}-{os.urandom(8).hex()}"
-        self.path.mkdir()
-        try:
-            self._write("memory.max", memory_bytes)
-            self._write("memory.oom.group", 1)
-            if (self.path / "memory.swap.max").exists():
-                self._write("memory.swap.max", 0)
-            if max_processes is not None:
-                self._write("pids.max", max_processes)
-            self.join_fd = os.open(self.path / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
-            """Inherited by a child, which joins by writing b"0" to it."""
-        except BaseException:
-            self.path.rmdir()
-            raise
-
-    @classmethod
-    def create(cls, memory_bytes: int, max_processes: int | None = None) -> MemoryCgroup | None:
-        """A new group; None where we may not create one (most containers, cgroup v1)."""
-        parent = cgroup_parent()
-        if parent is not None:
-            with contextlib.suppress(OSError):  # as many groups as the parent allows are there already
-                return cls(parent, memory_bytes, max_processes)
-        return None
-
-    def pids(self) -> list[int]:
-        """The processes in it."""
-        with contextlib.suppress(OSError):
-            return [int(line) for line in (self.path / "cgroup.procs").read_text().split()]
-        return []
-
-    def ran_out_of_memory(self) -> bool:
-        with contextlib.suppress(OSError):
-            events = dict(line.split() for line in (self.path / "memory.events").read_text().splitlines())
-            return int(events.get("oom_kill", 0)) > 0
-        return False
-
-    def close(self, timeout_s: float = 5.0) -> None:
-        """Kill what is in the group and remove it; also empty groups whose creator was killed."""
-        os.close(self.join_fd)
-        with contextlib.suppress(OSError):
-            self._write("cgroup.kill", 1)  # Linux 5.14
-        deadline = time.monotonic() + timeout_s
-        while self.path.exists() and time.monotonic() < deadline:
-            with contextlib.suppress(OSError):  # its last process is still ending
-                self.path.rmdir()
-            time.sleep(0.002)
-        for path in self.path.parent.glob("verl-*-*"):
-            if not psutil.pid_exists(int(path.name.split("-")[1])):
-                with contextlib.suppress(OSError):
-                    path.rmdir()
-
-    def _write(self, name: str, value: int) -> None:
-        (self.path / name).write_text(str(value))
-
-
-def join_cgroup(join_fd: int) -> None:
-    """Move this process, and so whatever it starts, into the group whose `join_fd` it inherited."""
-    os.write(join_fd, b"0")
-    os.close(join_fd)
-
-
-@functools.cache
-def cgroup_parent() -> Path | None:
-    """The cgroup in which we can create limited ones; found out once, by moving an unprivileged process into a new one.
-
-    Groups are created as siblings of our own, because a cgroup that has processes cannot have children with limits."""
-    own = _own_cgroup()
-    drop: dict[str, Any] = (
-        {"user": _NOBODY, "group": _NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}
-    )
-    for folder in [] if own is None else [own, own.parent]:
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            if {"memory", "pids"} <= set((folder / "cgroup.subtree_control").read_text().split()):
-                group = MemoryCgroup(folder, _CGROUP_PROBE_BYTES)
-                try:
-                    subprocess.run(
-                        ["/bin/sh", "-c", "echo 0"],
-                        stdout=group.join_fd,
-                        stderr=subprocess.DEVNULL,
-                        check=True,
-                        **drop,
-                    )
-                    return folder
-                finally:
-                    group.close()
-    return None
-
-
-def _own_cgroup() -> Path | None:
-    """The folder of this process's cgroup in the v2 hierarchy."""
-    with contextlib.suppress(OSError, ValueError):
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-        inside = next((line[3:] for line in lines if line.startswith("0::")), None)
-        for line in Path("/proc/self/mountinfo").read_text().splitlines():
-            mount, _, kind = line.partition(" - ")
-            if inside is not None and kind.startswith("cgroup2 "):
-                root, point = mount.split()[3:5]
-                return Path(point, Path(inside).relative_to(root))
-    return None
 
 
 if __name__ == "__main__":

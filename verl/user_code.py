@@ -42,7 +42,8 @@ def import_path(
 def check_path(path: str, key: str, error: type[VerlError], what: str = "function") -> None:
     """Raise for a missing file, without importing anything."""
     full = Path(path).expanduser()
-    if full.is_dir() and not _is_package(path):
+    package = importlib.util.find_spec(path) if full.is_dir() and path.isidentifier() else None
+    if full.is_dir() and (package is None or package.origin is None):
         problem, folder = f"is a folder; give the file with the {what}", full
     elif is_file(path) and not full.is_file():
         problem, folder = "does not exist", full.parent
@@ -78,12 +79,6 @@ def error_line(error: BaseException) -> str:
             found = f" ({os.path.basename(filename)}, line {trace.tb_lineno})"
         trace = trace.tb_next
     return found
-
-
-def _is_package(path: str) -> bool:
-    """Whether a folder's name is also that of a package with code in it."""
-    spec = importlib.util.find_spec(path) if path.isidentifier() else None
-    return spec is not None and spec.origin is not None
 
 
 def _import_file(path: Path) -> ModuleType:

@@ -24,8 +24,7 @@ import struct
 import subprocess
 import sys
 import time
-import types
-from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
@@ -114,22 +113,19 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         *lines, rest = data.split(b"\n")
         for line in lines:
-            self._handle(b"".join([*self._parts, line]))
-            self._parts, self._size = [], 0
+            whole, self._parts, self._size = b"".join([*self._parts, line]), [], 0
+            try:
+                message = dict(parse_json(whole))
+                if "end" in message:
+                    self.end(str(message["end"]))
+                elif not self.ended:
+                    self.received(message)
+            except (ValueError, KeyError, TypeError, asyncio.InvalidStateError):
+                self.end(_BROKEN)
         self._parts.append(rest)
         self._size += len(rest)
         if self._size > self.max_line:
             self.end("sent too long an answer and was killed")
-
-    def _handle(self, line: bytes) -> None:
-        try:
-            message = dict(parse_json(line))
-            if "end" in message:
-                self.end(str(message["end"]))
-            elif not self.ended:
-                self.received(message)
-        except (ValueError, KeyError, TypeError, asyncio.InvalidStateError):
-            self.end(_BROKEN)
 
     def connection_lost(self, error: Exception | None) -> None:
         self.closed_by_process = not self.ended
@@ -176,7 +172,6 @@ class PythonProcess(Connection):
         service: str,
         argument: Any,
         error: type[VerlError],
-        *,
         forks: bool = False,
         timeout_s: float = 600.0,
     ) -> Any:
@@ -203,7 +198,8 @@ class PythonProcess(Connection):
             await self._wait(3.0)
             status = self.process.returncode
             how = _BROKEN if status is None else processes.describe_exit(status)
-        self._read_all()
+        while self.read_output():
+            pass
         last = self.last_line()
         return f"{how}; last output: {last}" if last else how
 
@@ -218,24 +214,19 @@ class PythonProcess(Connection):
         self.end("was closed")
         self.process.terminate()
         await self._wait(5.0)
-        if (
-            self.process.returncode is None
-        ):  # the supervisor was stopped, or something below it hangs in the kernel
+        if self.process.returncode is None:  # its supervisor was stopped, or something hangs in the kernel
             processes.kill_tree(self.process.pid)
             self.process.wait()
         if not self.output.closed:
-            self._read_all()
+            while self.read_output():
+                pass
             asyncio.get_running_loop().remove_reader(self.output)
             self.output.close()
             self.socket.close()
 
-    def _read_all(self) -> None:
-        while not self.output.closed and self.read_output():
-            pass
-
     def read_output(self) -> bool:
         """Log what was printed; whether there was anything."""
-        data = self.output.read(1 << 16)
+        data = None if self.output.closed else self.output.read(1 << 16)
         if data is None:
             return False
         self._tail = (self._tail + data)[-_OUTPUT_TAIL:]
@@ -287,16 +278,8 @@ class Steps:
             coroutine.send(None)
         except StopIteration as stop:
             return stop.value
-
-        @types.coroutine
-        def rest() -> Generator[Any, Any, Any]:
-            return (yield from coroutine)
-
-        async def finish() -> Any:
-            return await rest()
-
         self._used = True
-        return self._runner.run(finish())
+        return self._runner.run(coroutine)  # goes on after its first await
 
     def wait_readable(self, channel: socket.socket) -> None:
         """Let tasks that an earlier coroutine left go on until there is something to read."""
@@ -320,11 +303,12 @@ def main(channel_fd: int, cgroup_fd: int | None = None) -> None:
     """Load what the first message names, and serve until the trainer closes the socket."""
     processes.die_with_parent()
     if cgroup_fd is not None:
-        processes.join_cgroup(cgroup_fd)
+        os.write(cgroup_fd, b"0")
+        os.close(cgroup_fd)
     channel = socket.socket(fileno=channel_fd)
     # The trainer may be finished before this process has started.
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        if (setup := _Requests(channel).next()) is None:
+        if (setup := next(_requests(channel), None)) is None:
             return
         name, argument, forks = pickle.loads(setup)
         if not forks:
@@ -363,21 +347,21 @@ def _fork_for_every_descriptor(control: socket.socket, service: Service) -> None
 
 def _supervise(channel: socket.socket, service: Service, server: int) -> NoReturn:
     """In a forked process: fork once more, and end together with the second process."""
+
+    def start() -> None:
+        os.setsid()  # signals to the group of a call do not reach the supervisor
+        processes.die_with_parent()
+        processes.prefer_as_oom_victim()
+        channel.sendall(_line({"started": os.getpid()}))
+        _serve_and_exit(channel, service)
+
     try:
-        status = processes.supervise(lambda: _start_forked(channel, service), server, channel.fileno())
+        status = processes.supervise(start, server, channel.fileno())
         how = processes.describe_exit(os.waitstatus_to_exitcode(status))
     except OSError as error:
         how = f"could not be started ({error})"
     _say_end(channel, how)
     os._exit(0)
-
-
-def _start_forked(channel: socket.socket, service: Service) -> None:
-    os.setsid()  # signals to the group of a call do not reach the supervisor
-    processes.die_with_parent()
-    processes.prefer_as_oom_victim()
-    channel.sendall(_line({"started": os.getpid()}))
-    _serve_and_exit(channel, service)
 
 
 def _serve_and_exit(channel: socket.socket, service: Service) -> NoReturn:
@@ -401,9 +385,9 @@ def _serve_and_exit(channel: socket.socket, service: Service) -> NoReturn:
 
 
 def _serve(channel: socket.socket, service: Service) -> None:
-    pid, requests = os.getpid(), _Requests(channel)
+    pid = os.getpid()
     with contextlib.closing(Steps()) as steps:
-        while (request := requests.next(steps)) is not None:
+        for request in _requests(channel, steps):
             answer = steps.run(service.answer(*pickle.loads(request)))
             if os.getpid() != pid:
                 os._exit(0)  # a child that the call forked and that returned: the parent answers
@@ -431,29 +415,23 @@ async def _serve_concurrently(channel: socket.socket, service: Service) -> None:
             call.add_done_callback(running.discard)
 
 
-class _Requests:
-    """What the trainer sends, one message after the other."""
-
-    def __init__(self, channel: socket.socket) -> None:
-        self._channel = channel
-        self._received = bytearray()
-
-    def next(self, steps: Steps | None = None) -> bytes | None:
-        """None where the trainer closed the socket before the end of the message."""
-        received = self._received
-        while True:
-            if len(received) >= HEADER.size:
-                end = HEADER.size + HEADER.unpack_from(received)[0]
-                if len(received) >= end:
-                    message = bytes(received[HEADER.size : end])
-                    del received[:end]
-                    return message
-            if steps is not None:
-                steps.wait_readable(self._channel)
-            data = self._channel.recv(1 << 16)
-            if not data:
-                return None
-            received += data
+def _requests(channel: socket.socket, steps: Steps | None = None) -> Iterator[bytes]:
+    """What the trainer sends, one message after the other, until it closes the socket."""
+    received = bytearray()
+    while True:
+        while len(received) >= HEADER.size:
+            end = HEADER.size + HEADER.unpack_from(received)[0]
+            if len(received) < end:
+                break
+            message = bytes(received[HEADER.size : end])
+            del received[:end]
+            yield message
+        if steps is not None:
+            steps.wait_readable(channel)
+        data = channel.recv(1 << 16)
+        if not data:
+            return
+        received += data
 
 
 def _line(message: Mapping[str, Any]) -> bytes:

@@ -52,18 +52,13 @@ Result = TypeVar("Result")
 Item = TypeVar("Item")
 Calls = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
 
-_beats = 0
+beats = 0
 
 
 def beat() -> None:
     """Something this process waits for (a server, an engine's processes) made progress."""
-    global _beats
-    _beats += 1
-
-
-def beats() -> int:
-    """Changes with every `beat`."""
-    return _beats
+    global beats
+    beats += 1
 
 
 @dataclass(frozen=True)
@@ -132,7 +127,7 @@ class StackWatchdog:
             self._sample(self._frame())
 
     def _sample(self, frame: FrameType | None) -> None:
-        seen = (_beats, *((id(f.f_code), f.f_lasti) for f in _outwards(frame)))
+        seen = (beats, *((id(f.f_code), f.f_lasti) for f in _outwards(frame)))
         if seen != self._last:
             self._last, self._moved = seen, time.monotonic()
 
@@ -200,9 +195,7 @@ def format_hang_report(
     finished = [rank for rank in range(asked) if rank not in awaited and rank not in silent]
     lines = [f"no progress for {watchdog_s:g} s (trainer.watchdog_s) in {call}."]
     lines += [f"{names[rank]} does not answer at all." for rank in silent]
-    in_call = {
-        rank: f", in {statuses[rank].call}" for rank in statuses if statuses[rank].call not in ("", call)
-    }
+    in_call = {rank: f", in {seen.call}" for rank, seen in statuses.items() if seen.call not in ("", call)}
     lines += [
         f"{statuses[rank].name} is stuck at {statuses[rank].where}{in_call.get(rank, '')}." for rank in stuck
     ]
@@ -211,12 +204,9 @@ def format_hang_report(
         f"{statuses[rank].name} waits for {culprits} at {statuses[rank].where}{in_call.get(rank, '')}."
         for rank in waiting
     ]
-    for rank in (rank for rank in others if rank not in awaited):
-        status = statuses[rank]
-        doing = (
-            f"is at {status.where}, in {status.call}" if status.call else f"waits for {call} of {culprits}"
-        )
-        lines.append(f"{status.name} {doing}.")
+    for status in (statuses[rank] for rank in others if rank not in awaited):
+        at = f"is at {status.where}, in {status.call}"
+        lines.append(f"{status.name} {at if status.call else f'waits for {call} of {culprits}'}.")
     if finished and not (silent or stuck):
         lines.append(f"Finished it: {', '.join(short[rank] for rank in finished)}.")
     lines.append(f"The run ends here; {RESUME}. If the work really takes longer, raise trainer.watchdog_s.")
@@ -334,21 +324,18 @@ class Heartbeat:
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError) or not _TRANSPORT.search(str(error)):
                 raise
-            raise TrainingHalted(self._missing_report(error)) from error
-
-    def _missing_report(self, error: RuntimeError) -> str:
-        cause = str(error).strip().split("\n")[0][:200]
-        try:
-            missing = self.missing()
-        except (RuntimeError, OSError):
-            missing = [0]  # the store lives with rank 0 and does not answer
-        if not missing:
-            return f"rank {self.rank}: communication failed although every rank still answers: {cause}"
-        names = ", ".join(self.describe(rank) for rank in missing)
-        return (
-            f"rank {self.rank} stops because {names} died or stopped answering; look at its log for the reason, "
-            f"then resume from the last checkpoint (trainer.resume_mode=auto). First error: {cause}"
-        )
+            cause = str(error).strip().split("\n")[0][:200]
+            try:
+                missing = self.missing()
+            except (RuntimeError, OSError):
+                missing = [0]  # the store lives with rank 0 and does not answer
+            names = ", ".join(self.describe(rank) for rank in missing)
+            raise TrainingHalted(
+                f"rank {self.rank} stops because {names} died or stopped answering; look at its log for the reason, "
+                f"then resume from the last checkpoint (trainer.resume_mode=auto). First error: {cause}"
+                if missing
+                else f"rank {self.rank}: communication failed although every rank still answers: {cause}"
+            ) from error
 
 
 class EngineProcesses(Protocol):

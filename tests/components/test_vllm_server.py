@@ -128,8 +128,8 @@ def test_requests_arrive_at_the_server_while_others_run_and_weights_change(
     before = server.version
     shake(model)
     server.update_weights(ModuleWeights(model), before + 1)
-    beats = watchdog.beats()
-    while watchdog.beats() < beats + 100:  # some tokens with the new weights
+    beats = watchdog.beats
+    while watchdog.beats < beats + 100:  # some tokens with the new weights
         assert server.poll(0.05) == []
     server.abort(["early"])
     (early,) = server.poll()

@@ -15,7 +15,7 @@ from verl.reward.functions import RewardFunction
 from verl.reward.scoring import InProcessBackend
 from verl.runtime import exits_as_errors, run_command
 from verl.trainer.main_ppo import main
-from verl.workers.rpc_server import RPCServer
+from verl.workers.rank import RPCServer
 
 SYNC = """
 import sys

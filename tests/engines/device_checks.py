@@ -406,14 +406,14 @@ def rank_main(rank: int, meeting: str) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=PATIENCE)
     if DEVICE.type == "cuda":
         stage_collectives()
-    from verl.workers.train_rank import GatheredWeights
+    from verl.workers.train_rank import held_module
 
     engine = make_engine(make_model(), sharded=True)
-    held = GatheredWeights(engine.weights())
+    held = engine.weights()
     rollout = make_rollout(held)
     sessions, said = [], "no prompts"
     for _ in range(2):
-        with held.hold():
+        with held_module(held):
             if rank == 0:
                 tokens = generate(rollout)
             with held.module() as module:

@@ -253,7 +253,7 @@ def idle_rank(rank: int, world: int, folder: Path, without_copy: bool = False) -
     """Only the first rank gets prompts; then all train. Twice, so that the second time meets what the first left."""
     from verl.rollout.base import Request, SamplingParams
     from verl.rollout.native import Limits, NativeRollout
-    from verl.workers.train_rank import GatheredWeights
+    from verl.workers.train_rank import held_module
 
     engine = conftest.make_engine(model=conftest.make_model(tie_word_embeddings=True), role=ROLE)
     if world > 1:  # ranks whose collectives do not match wait for one another: not for long
@@ -262,13 +262,13 @@ def idle_rank(rank: int, world: int, folder: Path, without_copy: bool = False) -
         )
     if without_copy:
         engine._gathered_copy = None
-    held = GatheredWeights(engine.weights())
+    held = engine.weights()
     rollout = NativeRollout(held, None, Limits(max_num_seqs=4, cache_tokens=512), on_device=True)
     sampling = SamplingParams(max_tokens=6, ignore_eos=True)
     batch = share(conftest.make_batch(holes=True), rank, world)
     found: dict[str, Any] = {"tokens": [], "kept": [], "fused": [], "addresses": []}
     for _ in range(2):
-        with held.hold():
+        with held_module(held):
             if rank == 0:
                 before = rollout.state
                 responses = list(rollout.generate([Request("a", [5, 3, 8], sampling, n=3)]))

@@ -19,7 +19,7 @@ import gloo_worker
 from verl.checkpoint.manager import CheckpointManager
 from verl.rollout.base import Request, SamplingParams
 from verl.rollout.native import Limits, NativeRollout
-from verl.workers.train_rank import GatheredWeights
+from verl.workers.train_rank import held_module
 
 ROLE = {"ppo_micro_batch_size_per_gpu": 2, "optim.lr": 0.01, "grad_clip": 0.5, "optim.weight_decay": 0.1}
 TENSOR, PIPELINE = "megatron.tensor_model_parallel_size", "megatron.pipeline_model_parallel_size"
@@ -103,11 +103,11 @@ def last(rank: int, world: int, folder: Path) -> dict[str, Any]:
 
 def generate(engine: Any, rank: int) -> list[list[int]]:
     """The last rank alone generates, with weights gathered from all."""
-    held = GatheredWeights(engine.weights())
+    held = engine.weights()
     rollout = NativeRollout(held, None, Limits(max_num_seqs=4, cache_tokens=512), on_device=True)
     sampling = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
     found = []
-    with held.hold():
+    with held_module(held):
         if rank == engine.info.world_size - 1:
             found = [r.token_ids for r in rollout.generate([Request("a", [5, 3, 8], sampling)])]
     return [list(tokens) for tokens in found]

@@ -10,8 +10,8 @@ import pytest
 
 from verl.config.schema import RewardConfig
 from verl.errors import RewardError
-from verl.reward import RewardManager, RewardResult, RewardSample, build_reward_manager, function_manager
-from verl.reward.managers import NoRewards, require_streaming, supports_streaming
+from verl.reward import RewardManager, RewardResult, RewardSample, build_reward_manager, scoring
+from verl.reward.managers import NoRewards, require_streaming
 
 WAIT_S = 600.0
 GATED = """
@@ -63,13 +63,13 @@ def test_only_the_wanted_are_waited_for_and_the_others_stay(gated):
 def test_samples_submitted_during_a_collect_belong_to_a_later_one(gated, monkeypatch, indices):
     manager, gate = gated
     waiting = threading.Event()
-    wait = function_manager.wait
+    wait = scoring.wait
 
     def announced(calls):
         waiting.set()
         return wait(calls)
 
-    monkeypatch.setattr(function_manager, "wait", announced)
+    monkeypatch.setattr(scoring, "wait", announced)
     manager.submit(sample(0, "held", gate, worth=5))
     collected: list[dict[int, RewardResult]] = []
     thread = threading.Thread(target=lambda: collected.append(manager.collect(indices)))
@@ -186,7 +186,7 @@ class Partial(AllAtOnce):
 
 
 def test_a_manager_that_can_only_collect_all_is_refused_where_batches_overlap():
-    assert supports_streaming(Partial()) and supports_streaming(in_process(lambda response: 1.0))
+    require_streaming(in_process(lambda response: 1.0), "fully_async")
     require_streaming(AllAtOnce(), "off")
     require_streaming(Partial(), "fully_async")
     with pytest.raises(RewardError, match=r"mode=one_step_off .*AllAtOnce.*indices=None.*mode=off") as error:

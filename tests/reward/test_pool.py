@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from verl import processes
+from verl import memory, processes
 from verl.config.schema import RewardConfig
 from verl.errors import RewardError
 from verl.reward.functions import FunctionSpec
-from verl.reward.pool import WorkerPool, WorkerSetup
+from verl.reward.pool import WorkerPool
 from verl.user_process import HEADER
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="kills and limits are tested on Linux")
@@ -246,7 +246,7 @@ def test_memory_that_is_not_mapped_counts_without_a_cgroup(faults, make_sample, 
     if kind == "segment" and not os.path.exists("/proc/sysvipc/shm"):
         pytest.skip("no System V shared memory")
     monkeypatch.setattr("verl.reward.pool.host_memory_limit", lambda: 400 << 20)
-    monkeypatch.setattr(processes.MemoryCgroup, "create", lambda *_: None)
+    monkeypatch.setattr(memory.MemoryCgroup, "create", lambda *_: None)
     results = run(faults(timeout_s=600.0), make_sample, ["ok", kind, "ok"], tmp_path)
     assert [result.score for result in results] == [1.0, None, 1.0]
     assert "limit 200 MB, reward.memory_limit_mb" in (results[1].error or "")
@@ -256,7 +256,7 @@ def test_memory_that_is_not_mapped_counts_without_a_cgroup(faults, make_sample, 
 
 
 @pytest.mark.skipif(
-    processes.cgroup_parent() is None, reason="no cgroup v2 with a memory controller to create groups in"
+    memory.cgroup_parent() is None, reason="no cgroup v2 with a memory controller to create groups in"
 )
 def test_a_cgroup_ends_a_worker_at_its_limit_and_is_removed(faults, make_sample, monkeypatch):
     monkeypatch.setattr("verl.reward.pool.host_memory_limit", lambda: 400 << 20)
@@ -265,7 +265,7 @@ def test_a_cgroup_ends_a_worker_at_its_limit_and_is_removed(faults, make_sample,
     assert [result.score for result in results] == [1.0, None, None, 1.0]
     assert all("used too much memory (limit 200 MB" in (results[number].error or "") for number in (1, 2))
     pool.close()
-    assert not list(processes.cgroup_parent().glob(f"verl-{os.getpid()}-*"))
+    assert not list(memory.cgroup_parent().glob(f"verl-{os.getpid()}-*"))
 
 
 def test_a_crash_is_seen_at_once_although_a_child_lives_on(faults, make_sample, tmp_path):
@@ -470,7 +470,7 @@ time.sleep(600)
 @pytest.mark.parametrize("told", [b"", b"setup", b"half"])
 def test_a_worker_whose_trainer_has_finished_ends_without_a_word(told: bytes) -> None:
     functions = (FunctionSpec("verl.reward.scorers.gsm8k:compute_score"),)
-    argument = WorkerSetup(functions, RewardConfig(), {})
+    argument = functions, RewardConfig(), {}
     setup = pickle.dumps(("verl.reward.pool:serve_functions", argument, False))
     frame = HEADER.pack(len(setup)) + setup
     ours, theirs = socket.socketpair()

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from verl import processes
+from verl import memory, processes
 from verl.config.sections.reward import RewardConfig, SandboxConfig, SandboxFusionConfig
 from verl.errors import RewardError
 from verl.reward import RewardSample, build_reward_manager, sandbox
@@ -230,7 +230,7 @@ time.sleep(600)
 
 @isolated
 @pytest.mark.skipif(
-    processes.cgroup_parent() is None, reason="no cgroup v2 with a memory controller to create groups in"
+    memory.cgroup_parent() is None, reason="no cgroup v2 with a memory controller to create groups in"
 )
 def test_with_a_cgroup_the_kernel_holds_the_limits(monkeypatch):
     monkeypatch.setattr(processes, "resident_bytes", lambda *_: pytest.fail("nothing is left to count"))
@@ -263,7 +263,7 @@ for pair in held:
             pass
 """
     assert run(buffers, memory_limit_mb=48, timeout_s=250.0).end == "memory"
-    assert not list(processes.cgroup_parent().glob(f"verl-{os.getpid()}-*"))
+    assert not list(memory.cgroup_parent().glob(f"verl-{os.getpid()}-*"))
 
 
 @isolated

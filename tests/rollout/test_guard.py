@@ -94,7 +94,7 @@ def test_an_engine_that_dies_releases_whoever_waits(child: Child) -> None:
 def test_a_slow_engine_that_gives_signs_is_waited_for(child: Child) -> None:
     """Four times the limit, with a sign in every part of it and a look between them."""
     now = 0.0
-    watchdog, beats = EngineWatchdog(child, 600, lambda: now), process_watchdog.beats()
+    watchdog, beats = EngineWatchdog(child, 600, lambda: now), process_watchdog.beats
 
     def slowly() -> str:
         nonlocal now
@@ -105,7 +105,7 @@ def test_a_slow_engine_that_gives_signs_is_waited_for(child: Child) -> None:
         return "done"
 
     assert watchdog.call("generate", slowly) == "done"
-    assert not child.killed and process_watchdog.beats() >= beats + 4, (
+    assert not child.killed and process_watchdog.beats >= beats + 4, (
         "whoever watches this process sees it move"
     )
 
@@ -192,8 +192,8 @@ def test_a_stopped_server_is_noticed_killed_and_said(
     requests = [Request(f"r{i}", [5, 9], LONG) for i in range(2)]
     group, folder = server.process.pid, server.folder
     if phase == "generate":
-        tokens = process_watchdog.beats() + 20
-        stopper = stop_when(server, lambda: process_watchdog.beats() > tokens)
+        tokens = process_watchdog.beats + 20
+        stopper = stop_when(server, lambda: process_watchdog.beats > tokens)
         with pytest.raises(EngineLost) as caught:
             list(server.generate(requests))
         assert "2 samples are not answered" in str(caught.value)

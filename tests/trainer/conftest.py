@@ -91,8 +91,8 @@ def watch(
             seen.generated.append(Generated(number, settings, batch))
             return batch
 
-        def watched_train(group: Any, role: str, mini: DataProto, prepared: Any = None) -> Any:
-            metrics = train(group, role, mini, prepared)
+        def watched_train(group: Any, role: str, mini: DataProto, **options: Any) -> Any:
+            metrics = train(group, role, mini, **options)
             numbers = {name: float(metric.value) for name, metric in metrics.items()}
             seen.updates.append(Update(seen.loop.step_number, role, mini, numbers))
             return metrics

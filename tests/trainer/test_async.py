@@ -17,7 +17,7 @@ from tests.async_run import BYPASS, MODE, POOL, STALENESS, assert_same, states, 
 from tests.tiny_run import read_metrics, tiny_run, untimed
 from tests.trainer.pool import PoolGroup, SharedEngine
 from verl.config.load import load_ppo_config
-from verl.reward.function_manager import FunctionRewardManager
+from verl.reward.managers import FunctionRewardManager
 from verl.trainer.experience import SyncExperience
 
 LONG = ("data.max_response_length=48", "data.train_batch_size=4", "actor_rollout_ref.rollout.n=2")

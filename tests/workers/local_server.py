@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 
 from verl.rollout.base import Request, Response, RolloutEngine
-from verl.workers.rollout_server import RolloutServer
+from verl.workers.rollout_rank import RolloutServer
 
 
 class Server(RolloutServer):
@@ -18,10 +18,7 @@ class Server(RolloutServer):
         super().__init__(0)
         root.setLevel(before[0])
         root.handlers[:] = before[1]
-        self.engine = engine
-
-    def rollout_engine(self) -> RolloutEngine:
-        return self.engine
+        self.host(engine)
 
     def generate(self, requests: list[Request]) -> Iterator[list[Response]]:
         """As `RayRollout` asks for it."""

@@ -14,7 +14,7 @@ from verl.errors import EngineLost, RolloutError
 from verl.runtime import StopRequest
 from verl.watchdog import StackWatchdog, beat
 from verl.workers.placement import with_restarts
-from verl.workers.rpc_server import Failure
+from verl.workers.rank import Failure
 
 
 def test_a_rank_that_waits_moves_with_what_it_waits_for() -> None:

@@ -86,11 +86,11 @@ def test_a_rank_that_does_not_answer_keeps_its_last_numbers(
 ) -> None:
     import ray
 
-    from verl.workers import ray_live
+    from verl.workers import ray_group
     from verl.workers.ray_calls import RankCalls
 
-    monkeypatch.setattr(ray_live, "FRESH_S", 0.0)
-    monkeypatch.setattr(ray_live, "WAIT_S", 0.2)
+    monkeypatch.setattr(ray_group, "FRESH_S", 0.0)
+    monkeypatch.setattr(ray_group, "WAIT_S", 0.2)
     ray.init(address=joined.address, log_to_driver=False, ignore_reinit_error=True)
 
     @ray.remote(num_cpus=0)
@@ -111,7 +111,7 @@ def test_a_rank_that_does_not_answer_keeps_its_last_numbers(
     try:
         stuck = tmp_path / "stuck"
         actors = [Rank.remote(0, str(tmp_path / "never")), Rank.remote(1, str(stuck))]
-        ranks = ray_live.RankSnapshots([RankCalls(actors, 60.0)])
+        ranks = ray_group.RankSnapshots([RankCalls(actors, 60.0)])
 
         def taken() -> list[float]:
             found = ranks.take()

@@ -35,7 +35,7 @@ class Rank:
     def ready(self, call: str, pending: dict[Any, int], timeout_s: float, since: float) -> list[Any]:
         return list(pending)[:1]
 
-    def read_stream(self, call: Any, stream: str, pending: dict[Any, int]) -> list[list[Response]]:
+    def read(self, call: str, stream: str, pending: dict[Any, int]) -> list[list[Response]]:
         if self.streams[stream]:
             return [self.streams[stream].pop()]
         del pending[stream]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.rollout.base import Request, Response, SamplingParams
-from verl.workers.request_scheduler import RequestScheduler
+from verl.workers.rollout_rank import RequestScheduler
 
 MAX_NUM_SEQS = 4
 

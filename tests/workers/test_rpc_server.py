@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from verl.errors import ConfigError, TrainingHalted
-from verl.workers.rpc_server import Failure
+from verl.workers.rank import Failure
 
 GLOO = "[pair.cc:553] Connection closed by peer [127.0.0.1]:59542. This is typically caused by a remote worker crashing"
 COLLECTIVE = (

@@ -15,8 +15,7 @@ from verl.config.parallelism import Layout
 from verl.errors import RolloutError, TrainingHalted
 from verl.rollout.base import Request
 from verl.watchdog import StackWatchdog
-from verl.workers.rank import interface_of
-from verl.workers.rpc_server import Failure
+from verl.workers.rank import Failure, interface_of
 from verl.workers.shard_batch import for_ranks, from_arrays, join, pad_rows, reported, shard_rows, to_arrays
 from verl.workers.train_rank import TrainRank
 

@@ -140,15 +140,12 @@ def fail(calls: Iterable[Call], failure: Exception) -> None:
 class Backend(ABC):
     """Runs reward functions, by number, or one model."""
 
+    signatures: Sequence[Signature]
+    """What each function takes."""
     calls: int | None = None
     """Calls of functions so far, failed ones included; None for a model or a judge."""
     drains_any_time = False
     """Whether calls may be waited for earlier than a batch is needed, at no cost and with the same results."""
-
-    @property
-    @abstractmethod
-    def signatures(self) -> list[Signature]:
-        """What each function takes."""
 
     @abstractmethod
     def submit(self, function: int, samples: Sequence[RewardSample]) -> Call:

@@ -53,6 +53,7 @@ class JudgeFailed(Exception):
 class JudgeBackend(Backend):
     """Asks the judge about each sample."""
 
+    signatures = (Signature("judge", by_name=("prompt", "response", "ground_truth")),)
     drains_any_time = True
 
     def __init__(self, config: JudgeConfig) -> None:
@@ -65,10 +66,6 @@ class JudgeBackend(Backend):
         self._client = httpx.Client(limits=limits)
         self._threads = ThreadPoolExecutor(config.max_concurrency, thread_name_prefix="judge")
         self._closing = threading.Event()
-
-    @property
-    def signatures(self) -> list[Signature]:
-        return [Signature("judge", by_name=("prompt", "response", "ground_truth"))]
 
     def submit(self, function: int, samples: Sequence[RewardSample]) -> Call:
         call = new_call(samples)

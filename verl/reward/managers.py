@@ -17,7 +17,6 @@ from verl.errors import ConfigError, RewardError
 from verl.processes import usable_cores
 from verl.reward import sandbox
 from verl.reward.base import Backend, RewardManager, RewardResult, RewardSample
-from verl.reward.function_manager import FunctionRewardManager, RewardTerm
 from verl.reward.functions import (
     DEFAULT_NAMES,
     SCORERS,
@@ -29,7 +28,7 @@ from verl.reward.functions import (
 )
 from verl.reward.pool import WorkerPool
 from verl.reward.scorers import registered_scorers
-from verl.reward.scoring import InProcessBackend
+from verl.reward.scoring import FunctionRewardManager, InProcessBackend, RewardTerm
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +51,7 @@ def register_reward_manager(name: str) -> Callable[[ManagerFactory], ManagerFact
 
 
 class NoRewards(RewardManager):
-    """Scores everything 0: the rewards are those of an environment, or nothing is learned from them."""
+    """Scores everything 0: rewards are those of an environment, or nothing is learned from them."""
 
     def __init__(self) -> None:
         self._results: dict[int, RewardResult] = {}
@@ -71,25 +70,20 @@ def chooses_reward(cfg: RewardConfig, function: Any = None) -> bool:
     return bool(chosen or cfg.reward_model.enable or function is not None)
 
 
-def supports_streaming(manager: RewardManager) -> bool:
-    """Whether some of the submitted samples can be collected, as generating ahead of training needs; a user's manager
-    may have a `collect` without arguments."""
+def require_streaming(manager: RewardManager, mode: str) -> None:
+    """Raise RewardError where `trainer.async_training.mode` collects some of the submitted samples, and the manager, a
+    user's, has a `collect` without arguments."""
+    if mode == "off":
+        return
     try:
         inspect.signature(manager.collect).bind([0])
     except TypeError:
-        return False
-    return True
-
-
-def require_streaming(manager: RewardManager, mode: str) -> None:
-    """Raise RewardError where `trainer.async_training.mode` needs what the manager cannot do."""
-    if mode != "off" and not supports_streaming(manager):
         raise RewardError(
             f"trainer.async_training.mode={mode} collects the rewards of some samples while others are generated, but "
             f"{type(manager).__name__}.collect takes no argument. Write it as collect(self, indices=None), with the "
             f"results of these sample.index only, or set trainer.async_training.mode=off, or "
             f"reward.reward_manager.name to one of {', '.join(REWARD_MANAGERS)}."
-        )
+        ) from None
 
 
 def known_reward_managers() -> list[str]:
@@ -114,27 +108,24 @@ def build_reward_manager(
             f"Add your own with register_reward_manager({name!r})."
         )
     factory = FACTORIES[name]
-    arguments: dict[str, Any] = {
-        "tokenizer": tokenizer,
-        "function": function,
-        "max_response_length": max_response_length,
-    }
+    extra: dict[str, Any] = {}
     gpus = reward_cfg.reward_model.n_gpus_per_node
     if reward_cfg.reward_model.enable and gpus:
         parameters = inspect.signature(factory).parameters.values()
         takes_it = any(p.kind is p.VAR_KEYWORD or p.name == "reward_model_factory" for p in parameters)
         if reward_model_factory is None or not takes_it:
+            given = reward_model_factory is not None
             why = (
-                "here"
-                if reward_model_factory is None
-                else f"with reward.reward_manager.name={name}, which takes no argument for it"
+                f"with reward.reward_manager.name={name}, which takes no argument for it" if given else "here"
             )
             raise ConfigError(
                 f"A reward model on separate GPUs (reward.reward_model.n_gpus_per_node={gpus}) is not possible "
                 f"{why}; set it to 0 or use one of {', '.join(REWARD_MANAGERS)}."
             )
-        arguments["reward_model_factory"] = reward_model_factory
-    return factory(reward_cfg, **arguments)
+        extra["reward_model_factory"] = reward_model_factory
+    return factory(
+        reward_cfg, tokenizer=tokenizer, function=function, max_response_length=max_response_length, **extra
+    )
 
 
 @register_reward_manager("naive")
@@ -168,8 +159,7 @@ def dapo(reward_cfg: RewardConfig, **arguments: Any) -> RewardManager:
 def batch(reward_cfg: RewardConfig, **arguments: Any) -> FunctionRewardManager:
     """The function gets the whole batch in one call."""
     manager = _build(reward_cfg, workers=1, **arguments)
-    single = [signature for signature in manager.signatures if not signature.is_batch]
-    if single:
+    if single := [signature for signature in manager.signatures if not signature.is_batch]:
         manager.close()
         raise RewardError(
             f"reward.reward_manager.name=batch calls the function once for all responses, but {single[0].name} "
@@ -264,7 +254,18 @@ def _function_terms(
 ) -> list[RewardTerm]:
     """Start the functions in worker processes, or in this process where they can run nowhere else."""
     scorers = {name: spec_of(function) for name, function in registered_scorers().items()}
-    local = {number: why for number, spec in enumerate(specs) if (why := _why_in_process(spec, cfg, scorers))}
+    closures = ", ".join(name for name, importable in scorers.items() if importable is None)
+    local: dict[int, str] = {}
+    """Why functions run here, by their numbers."""
+    for number, spec in enumerate(specs):
+        if cfg.in_process:
+            local[number] = "reward.in_process=True"
+        elif not spec.path:
+            local[number] = (
+                "no other process can import it (a closure, a lambda, or defined in the script itself)"
+            )
+        elif spec.is_scorers and closures:
+            local[number] = f"the registered scorers of {closures} cannot be imported by another process"
     backends: dict[int, tuple[Backend, int]] = {}
     remote = [number for number in range(len(specs)) if number not in local]
     if remote:
@@ -292,17 +293,6 @@ def _function_terms(
         in_process = InProcessBackend(functions, cfg.timeout_s, cfg.max_concurrency)
         backends |= {number: (in_process, position) for position, number in enumerate(local)}
     return [_term(spec, *backends[number]) for number, spec in enumerate(specs)]
-
-
-def _why_in_process(spec: FunctionSpec, cfg: RewardConfig, scorers: dict[str, FunctionSpec | None]) -> str:
-    if cfg.in_process:
-        return "reward.in_process=True"
-    if not spec.path:
-        return "no other process can import it (a closure, a lambda, or defined in the script itself)"
-    closures = [name for name, importable in scorers.items() if importable is None]
-    if spec.is_scorers and closures:
-        return f"the registered scorers of {', '.join(closures)} cannot be imported by another process"
-    return ""
 
 
 def _term(spec: FunctionSpec, backend: Backend, function: int) -> RewardTerm:

@@ -75,19 +75,32 @@ class RewardModel:
                 problem = f"has {model.config.num_labels} labels; it must have one"
             raise ModelError(f"reward.reward_model.model_path={path!r} {problem}.")
         keep_score_cap(model)
-        limit = config.max_length or _length_limit(model, tokenizer)
+        limits = (
+            getattr(model.config, "max_position_embeddings", None),
+            getattr(tokenizer, "model_max_length", None),
+        )
+        known = [limit for limit in limits if isinstance(limit, int) and 0 < limit < 10**7]
+        limit = config.max_length or min(known, default=4096)
         return cls(model, tokenizer, where, limit, config.micro_batch_size_per_gpu or DEFAULT_BATCH)
 
     def results(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
         """`score` as results."""
         try:
-            return [_result(*pair) for pair in self.score(samples)]
+            scores = self.score(samples)
         except torch.OutOfMemoryError as error:
             raise TrainingHalted(
                 f"The reward model ran out of GPU memory: {error}. Lower "
                 f"reward.reward_model.micro_batch_size_per_gpu (now {self.batch_size}) or "
                 f"reward.reward_model.max_length (now {self.max_length})."
             ) from error
+        return [
+            RewardResult(score, {"rm_truncated": float(cut)})
+            if math.isfinite(score)
+            else RewardResult(
+                None, error=f"The reward model gave {score}; try reward.reward_model.dtype=float32."
+            )
+            for score, cut in scores
+        ]
 
     def score(self, samples: Sequence[RewardSample]) -> list[tuple[float, bool]]:
         """For each sample its reward and whether its beginning had to be cut off."""
@@ -133,22 +146,18 @@ class RewardModel:
 class ModelBackend(LocalBackend):
     """The reward model in this process; loaded when first needed."""
 
+    signatures = (Signature("reward_model", by_name=("prompts", "completions")),)
+
     def __init__(self, config: RewardModelConfig) -> None:
         super().__init__()
         check_path(config)
         self._config = config
         self.model: RewardModel | None = None
 
-    @property
-    def signatures(self) -> list[Signature]:
-        return [Signature("reward_model", by_name=("prompts", "completions"))]
-
     def run(self, calls: Sequence[Call]) -> None:
         if not calls:
             return
-        if self.model is None:
-            self.model = RewardModel.from_config(self._config)
-        model = self.model
+        model = self.model = self.model or RewardModel.from_config(self._config)
         model.onload()
         try:
             for call, _, samples in self.take(calls):
@@ -168,14 +177,6 @@ def check_path(config: RewardModelConfig) -> None:
     folder = Path(path).expanduser()
     if (folder.exists() or path.startswith(("/", "~", "."))) and not (folder / "config.json").is_file():
         raise ModelError(f"reward.reward_model.model_path={path!r} has no config.json.")
-
-
-def _result(score: float, cut: bool) -> RewardResult:
-    if not math.isfinite(score):
-        return RewardResult(
-            None, error=f"The reward model gave {score}; try reward.reward_model.dtype=float32."
-        )
-    return RewardResult(score, {"rm_truncated": float(cut)})
 
 
 def estimated_work(sample: RewardSample, hidden_size: int) -> int:
@@ -201,20 +202,10 @@ def next_share(work: Sequence[int], processes: int, batch_size: int) -> list[int
     return order[:taken]
 
 
-def _length_limit(model: Any, tokenizer: Any) -> int:
-    limits = [
-        getattr(model.config, "max_position_embeddings", None),
-        getattr(tokenizer, "model_max_length", None),
-    ]
-    known = [limit for limit in limits if isinstance(limit, int) and 0 < limit < 10**7]
-    return min(known) if known else 4096
-
-
 def _pad_token(model: Any, tokenizer: Any) -> int:
     """The padding token. The model scores at the last token that is not this one, so it must not be one that ends a
     conversation."""
-    config = model.config
-    text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    config, text_config = model.config, model.config.get_text_config()
     pad = getattr(text_config, "pad_token_id", None)
     if pad is None:
         eos = tokenizer.eos_token_id

@@ -29,7 +29,7 @@ from typing import Any
 from verl import processes
 from verl.config.sections.reward import RewardConfig
 from verl.errors import RewardError
-from verl.memory import host_memory_limit
+from verl.memory import MemoryCgroup, host_memory_limit
 from verl.reward import sandbox
 from verl.reward.base import Backend, Call, RewardResult, RewardSample, answer, fail, new_call
 from verl.reward.functions import FunctionSpec, Signature, load, load_function
@@ -48,26 +48,17 @@ _CHECK_S = 0.1
 _IDLE_CHECK_S = 1.0
 
 
-@dataclass(frozen=True)
-class WorkerSetup:
-    """What a worker imports, and under which limits."""
-
-    specs: tuple[FunctionSpec, ...]
-    config: RewardConfig
-    scorers: Mapping[str, str]
-    """Scorers the user registered in the trainer, as `module:function`."""
-
-
-def serve_functions(setup: WorkerSetup) -> Service:
-    """In a worker process: import the functions. Its requests are (task id, number of the function, samples)."""
-    config = setup.config
+def serve_functions(setup: tuple[Sequence[FunctionSpec], RewardConfig, Mapping[str, str]]) -> Service:
+    """In a worker process: import the functions, and the scorers a user registered in the trainer. Its requests are
+    (task id, number of the function, samples)."""
+    specs, config, scorers = setup
     sandbox.configure(config)
     if config.memory_limit_mb is not None:
         limit = config.memory_limit_mb << 20
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    for data_source, target in setup.scorers.items():
+    for data_source, target in scorers.items():
         register_scorer(data_source)(load_function(FunctionSpec(target, key="register_scorer")))
-    functions = [load(spec) for spec in setup.specs]
+    functions = [load(spec) for spec in specs]
 
     async def answer_task(task: int, number: int, samples: list[RewardSample]) -> dict[str, Any]:
         try:
@@ -82,7 +73,7 @@ def serve_functions(setup: WorkerSetup) -> Service:
 
 
 @dataclass(eq=False)
-class Task:
+class RewardTask:
     """One call: a function and the samples it is for, pickled."""
 
     id: int
@@ -100,14 +91,14 @@ class Worker(PythonProcess):
     can; `answered` gets every answer."""
 
     def __init__(self, memory_bytes: int, answered: Callable[[Worker, dict[str, Any]], None]) -> None:
-        self.tasks: dict[int, Task] = {}
+        self.tasks: dict[int, RewardTask] = {}
         self.ready = False
         self.last_reply_at = 0.0
-        self.suspects: list[Task] | None = None
+        self.suspects: list[RewardTask] | None = None
         """Tasks for which it was killed, or some of them."""
         self.seen_pids: set[int] = set()
         """Of the worker and what it started, as far as `pids` met them."""
-        self.cgroup = processes.MemoryCgroup.create(memory_bytes)
+        self.cgroup = MemoryCgroup.create(memory_bytes)
         self._answered = answered
         super().__init__(_output_log, [] if self.cgroup is None else [self.cgroup.join_fd])
 
@@ -116,11 +107,6 @@ class Worker(PythonProcess):
             self._answered(self, message)
         else:
             super().received(message)
-
-    def end_for(self, reason: str, suspects: list[Task]) -> None:
-        """Stop talking to it; `_keep_worker` then kills it and starts another."""
-        self.suspects = suspects
-        self.end(reason)
 
     def pids(self) -> list[int]:
         """The processes of the worker and of what it started."""
@@ -165,7 +151,7 @@ class WorkerPool(Backend):
         fusion = replace(
             cfg.sandbox_fusion, max_concurrent=max(1, cfg.sandbox_fusion.max_concurrent // num_workers)
         )
-        self._setup = WorkerSetup(tuple(specs), replace(cfg, sandbox_fusion=fusion), dict(scorers or {}))
+        self._setup = tuple(specs), replace(cfg, sandbox_fusion=fusion), dict(scorers or {})
         # Programs in the sandbox are descendants too, and have a separate limit.
         self._memory_limit = (
             (cfg.memory_limit_mb + cfg.sandbox.memory_limit_mb) << 20
@@ -173,7 +159,7 @@ class WorkerPool(Backend):
             else host_memory_limit() // 2
         )
         self._per_worker = max(1, cfg.max_concurrency // num_workers)
-        self._signatures: list[Signature] = []
+        self.signatures: Sequence[Signature] = []
         self._concurrent = False
         self._ids = itertools.count()
         self._workers: list[Worker] = []
@@ -181,7 +167,7 @@ class WorkerPool(Backend):
         self._call_s = 0.0
         # Shared between the callers' threads and the event loop's, under `_changed`.
         self._changed = threading.Condition()
-        self._queue: deque[Task] = deque()
+        self._queue: deque[RewardTask] = deque()
         self._failure: RewardError | None = None
         self._loop = asyncio.new_event_loop()
         self._closing = asyncio.Event()
@@ -189,15 +175,11 @@ class WorkerPool(Backend):
         self._thread.start()
         atexit.register(self.close)
         with self._changed:
-            self._changed.wait_for(lambda: self._signatures or self._failure)
+            self._changed.wait_for(lambda: self.signatures or self._failure)
             failure = self._failure
         if failure is not None:
             self.close()
             raise failure
-
-    @property
-    def signatures(self) -> list[Signature]:
-        return self._signatures
 
     @property
     def pids(self) -> list[int]:
@@ -215,7 +197,7 @@ class WorkerPool(Backend):
             )
             answer(call, [RewardResult(None, error=text) for _ in samples])
             return call
-        task = Task(task_id, call, function, tuple(sample.row_name for sample in samples), payload)
+        task = RewardTask(task_id, call, function, tuple(sample.row_name for sample in samples), payload)
         with self._changed:
             if self._failure is not None:
                 raise self._failure
@@ -244,7 +226,11 @@ class WorkerPool(Backend):
         except RewardError as error:
             failure = error
         except OSError as error:
-            failure = RewardError(f"A reward worker process cannot be started: {error}{_file_limit(error)}.")
+            advice = ""
+            if error.errno == errno.EMFILE:
+                limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+                advice = f" (this process may open {limit}; raise `ulimit -n`, or lower reward.num_workers)"
+            failure = RewardError(f"A reward worker process cannot be started: {error}{advice}.")
         except Exception as error:  # nobody must wait for ever
             _log.exception("the reward pool failed")
             failure = RewardError(f"The reward pool failed: {type(error).__name__}: {error}")
@@ -255,9 +241,10 @@ class WorkerPool(Backend):
         fail([task.call for task in unanswered], failure)
 
     async def _serve(self) -> None:
-        coroutines = [self._closing.wait(), self._enforce_limits()]
-        coroutines += [self._keep_worker() for _ in range(self.num_workers)]
-        running = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+        workers = [self._keep_worker() for _ in range(self.num_workers)]
+        running = [
+            asyncio.ensure_future(one) for one in (self._closing.wait(), self._enforce_limits(), *workers)
+        ]
         done, pending = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
         for future in pending:
             future.cancel()
@@ -273,9 +260,11 @@ class WorkerPool(Backend):
             worker = Worker(self._memory_limit, self._take_answer)
             self._workers.append(worker)
             try:
-                await self._start(worker)
+                await self._load(worker)
                 await worker.over.wait()
-                problem = await self._how_it_ended(worker)
+                problem = await worker.how_it_ended()
+                if worker.suspects is None and worker.cgroup and worker.cgroup.ran_out_of_memory():
+                    problem = self._memory_problem("too much")
             finally:
                 await worker.kill()
             self._workers.remove(worker)
@@ -284,27 +273,22 @@ class WorkerPool(Backend):
                 self._reassign(worker, problem)
                 continue
             self._failed_starts += 1
-            if not self._signatures or self._failed_starts >= _MAX_FAILED_STARTS:
+            if not self.signatures or self._failed_starts >= _MAX_FAILED_STARTS:
                 raise RewardError(
                     f"The reward function {self._names}, imported in a worker process, {problem}."
                 )
 
-    async def _start(self, worker: Worker) -> None:
+    async def _load(self, worker: Worker) -> None:
         loaded = await worker.load(f"{__name__}:serve_functions", self._setup, RewardError)
-        if loaded is not None:
-            worker.ready = True
-            self._failed_starts = 0
-            with self._changed:
-                self._signatures = [Signature(**fields) for fields in loaded]
-                self._concurrent = any(signature.is_async for signature in self._signatures)
-                self._changed.notify_all()
-            self._dispatch()
-
-    async def _how_it_ended(self, worker: Worker) -> str:
-        how = await worker.how_it_ended()
-        if worker.suspects is None and worker.cgroup is not None and worker.cgroup.ran_out_of_memory():
-            return self._memory_problem("too much")
-        return how
+        if loaded is None:
+            return
+        worker.ready = True
+        self._failed_starts = 0
+        with self._changed:
+            self.signatures = [Signature(**fields) for fields in loaded]
+            self._concurrent = any(signature.is_async for signature in self.signatures)
+            self._changed.notify_all()
+        self._dispatch()
 
     def _take_answer(self, worker: Worker, message: dict[str, Any]) -> None:
         task = worker.tasks.pop(message["id"])
@@ -315,7 +299,7 @@ class WorkerPool(Backend):
         self._answer(task, [RewardResult(*row) for row in message["results"]])
         self._dispatch()
 
-    def _answer(self, task: Task, results: list[RewardResult]) -> None:
+    def _answer(self, task: RewardTask, results: list[RewardResult]) -> None:
         self.calls += 1
         answer(task.call, results)
 
@@ -332,7 +316,7 @@ class WorkerPool(Backend):
                 worker.tasks[task.id] = task
                 worker.send(task.payload)
 
-    def _can_take(self, worker: Worker, task: Task) -> bool:
+    def _can_take(self, worker: Worker, task: RewardTask) -> bool:
         if not worker.ready or worker.ended:
             return False
         if task.alone or any(other.alone for other in worker.tasks.values()):
@@ -342,7 +326,7 @@ class WorkerPool(Backend):
         ahead = int(_AHEAD_S / self._call_s) if self._call_s else 1
         return len(worker.tasks) <= min(ahead, _MAX_AHEAD)
 
-    def _running(self, worker: Worker) -> list[Task]:
+    def _running(self, worker: Worker) -> list[RewardTask]:
         """The calls a worker is busy with: the oldest, or all of them with async functions."""
         tasks = list(worker.tasks.values())
         return tasks if self._concurrent else tasks[:1]
@@ -369,8 +353,8 @@ class WorkerPool(Backend):
         since = 0.0 if self._concurrent else worker.last_reply_at
         late = [now - max(task.sent_at, since) - self.timeout_s for task in running]
         if late and max(late) >= (GRACE_S if self._concurrent else 0.0):
-            reason = f"took longer than reward.timeout_s={self.timeout_s:g} s and was killed"
-            worker.end_for(reason, [task for task, by in zip(running, late, strict=True) if by >= 0.0])
+            worker.suspects = [task for task, by in zip(running, late, strict=True) if by >= 0.0]
+            worker.end(f"took longer than reward.timeout_s={self.timeout_s:g} s and was killed")
 
     def _enforce_memory(self, worker: Worker) -> None:
         pids = worker.pids()
@@ -378,7 +362,8 @@ class WorkerPool(Backend):
             return  # the kernel does
         in_files = processes.open_memory_bytes(pids) + sum(processes.sysv_segments(worker.seen_pids).values())
         if (used := processes.resident_bytes(pids, in_files)) > self._memory_limit:
-            worker.end_for(self._memory_problem(f"{used >> 20} MB of"), self._running(worker))
+            worker.suspects = self._running(worker)
+            worker.end(self._memory_problem(f"{used >> 20} MB of"))
 
     def _memory_problem(self, used: str) -> str:
         limit = f"limit {self._memory_limit >> 20} MB, reward.memory_limit_mb"
@@ -392,7 +377,7 @@ class WorkerPool(Backend):
         again = []
         for task in worker.tasks.values():
             if task in suspects and (certain or task.alone):
-                name = self._signatures[task.function].name
+                name = self.signatures[task.function].name
                 text = f"Reward function {name} {problem} (row {rows_text(task.rows)})"
                 _log.log(self._kill_level, "%s", text)
                 self._answer(task, [RewardResult(None, error=text) for _ in task.rows])
@@ -402,10 +387,3 @@ class WorkerPool(Backend):
         with self._changed:
             self._queue.extendleft(reversed(again))
         self._dispatch()
-
-
-def _file_limit(error: OSError) -> str:
-    if error.errno != errno.EMFILE:
-        return ""
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return f" (this process may open {limit}; raise `ulimit -n`, or lower reward.num_workers)"

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from verl.data.proto import DataProto
     from verl.watchdog import StackWatchdog
     from verl.workers.ray_calls import RankCalls
-    from verl.workers.ray_live import RankSnapshots
+    from verl.workers.ray_group import RankSnapshots
 
 
 @dataclass
@@ -313,8 +313,7 @@ class RayLoop:
         require_ray(cfg)
         from verl.workers.ray_calls import RankCalls
         from verl.workers.ray_cluster import Cluster
-        from verl.workers.ray_group import START_S, build_ranks
-        from verl.workers.ray_live import RankSnapshots
+        from verl.workers.ray_group import START_S, RankSnapshots, build_ranks
 
         self._cluster = Cluster(cfg)
         self._calls: RankCalls | None = None

@@ -352,13 +352,12 @@ class Session:
         self._check_open()
         mini = self._mini_batch(batch, of)
         loss = self.cfg.actor_rollout_ref.actor.policy_loss.loss_mode if loss is None else loss
-        prepared = None
         if loss == CROSS_ENTROPY:
             loss = cross_entropy
         elif isinstance(loss, str):
-            prepared = self._policy_gradient(mini, loss)
+            self._policy_gradient(mini, loss)
         try:
-            metrics = self._group.forward_backward(ACTOR, mini, prepared, loss)
+            metrics = self._group.train(ACTOR, mini, loss=loss, step=False)
         except BaseException:
             self.zero_grad()  # those of the micro-batches before are in them
             raise
@@ -411,8 +410,8 @@ class Session:
         minis[0].meta_info |= counts
         return minis[0]
 
-    def _policy_gradient(self, mini: DataProto, name: str) -> dict[str, torch.Tensor] | None:
-        """What the policy loss `name` prepares from the rows, after all that can be refused."""
+    def _policy_gradient(self, mini: DataProto, name: str) -> None:
+        """Add what the policy loss `name` prepares from the rows, after all that can be refused."""
         known = [CROSS_ENTROPY, *policy_loss_names()]
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
@@ -422,7 +421,8 @@ class Session:
             )
         check_policy_columns(mini, name, self.cfg.actor_rollout_ref.actor, self.step)
         prepare = get_policy_loss_prepare(name)
-        return None if prepare is None else self._group.prepared(mini, prepare, self._pending)
+        if prepare is not None:
+            self._group.prepare(mini, prepare, self._pending)
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from verl.rollout import build_rollout
 from verl.workers.local import choose_device
 from verl.workers.placement import require_ray
 from verl.workers.rank import RankSetup, prepare_process
-from verl.workers.rollout_server import RolloutServer
+from verl.workers.rollout_rank import RolloutServer
 
 if TYPE_CHECKING:
     from torch import nn
@@ -105,17 +105,7 @@ class GenerationRank(RolloutServer):
     """One engine with its own copy of the weights."""
 
     role = "generation rank"
-    _engine: RolloutEngine | None = None
 
     def do_build(self, setup: RankSetup[GenerationConfig], path: str, adapter: Path | None) -> None:
         prepare_process(setup, self.address)
-        self._engine = load_engine(setup.cfg, path, adapter, setup.tokenizer)
-
-    def rollout_engine(self) -> RolloutEngine:
-        assert self._engine is not None
-        return self._engine
-
-    def do_close(self) -> None:
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
+        self.host(load_engine(setup.cfg, path, adapter, setup.tokenizer))

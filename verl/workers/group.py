@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
@@ -19,14 +19,13 @@ import torch
 from verl.algorithms.aggregation import batch_counts
 from verl.algorithms.groups import Trajectories
 from verl.config.methods import Prepare, needed_columns, policy_loss
-from verl.config.roles import ACTOR, find_role, roles_of, section_of, update_time
+from verl.config.roles import ACTOR, find_role, roles_of, saved_roles, section_of, update_time
 from verl.data.proto import DataProto
 from verl.observe.live import Snapshot
 from verl.observe.metrics import Metric, Timer, average_metrics
 from verl.rollout.base import GenerationSettings
 from verl.rollout.sampler import Sampler
-from verl.workers.roles import Kept, OnFinish, joined_outputs, rollouts_of
-from verl.workers.shard_batch import TOKEN_ROW
+from verl.workers.roles import PREPARED, TOKEN_ROW, Kept, OnFinish, joined_outputs, rollouts_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -74,21 +73,10 @@ class WorkerGroup(ABC):
 
     @abstractmethod
     def train(
-        self, role: str, mini: DataProto, prepared: Mapping[str, torch.Tensor] | None = None
+        self, role: str, mini: DataProto, *, loss: str | LossFunction | None = None, step: bool = True
     ) -> dict[str, Metric]:
-        """One optimiser step of `role` on one mini-batch, over all ranks. `prepared`: what the policy loss's `prepare`
-        computed from the mini-batch, a row for each of its rows."""
-
-    @abstractmethod
-    def forward_backward(
-        self,
-        role: str,
-        mini: DataProto,
-        prepared: Mapping[str, torch.Tensor] | None = None,
-        loss: str | LossFunction | None = None,
-    ) -> dict[str, Metric]:
-        """Add the gradients of one mini-batch to those of `role`. `loss`: another than the role's own; of the actor
-        a policy loss by its name."""
+        """Add the gradients of one mini-batch to those of `role`, over all ranks, and with `step` take an optimiser
+        step. `loss`: another than the role's own; of the actor a policy loss by its name."""
 
     @abstractmethod
     def optim_step(self, role: str, lr: float | None = None) -> dict[str, float]:
@@ -123,9 +111,10 @@ class WorkerGroup(ABC):
     def profile(self, step: int, run_folder: Path) -> AbstractContextManager[None]:
         """Around step `step`: its traces of torch's profiler, where `trainer.profile` asks for them."""
 
-    @abstractmethod
     def checkpoint_parts(self) -> dict[str, Any]:
-        """The engines whose state a checkpoint holds, by the names of their roles."""
+        """The engines whose state a checkpoint holds, by the names of their roles; None where ranks have and save them
+        (`RayCheckpoints`)."""
+        return dict.fromkeys(saved_roles(self.cfg))
 
     def live_snapshots(self) -> list[Snapshot]:
         """The newest live numbers of the other processes; waits a moment at most, and may be called from any thread."""
@@ -186,12 +175,11 @@ class WorkerGroup(ABC):
         ):
             if mini.meta_info["batch_num_tokens"] == 0:
                 continue
-            prepared = None
             if prepare is not None:
-                prepared = self.prepared(mini, prepare, number, unchanged=not steps)
+                self.prepare(mini, prepare, number, unchanged=not steps)
             elif together > 1 and "session" not in mini.non_tensor_batch:  # the loss itself compares them
                 mini.meta_info["rows_together"] = together
-            steps.append(self.train(role, mini, prepared))
+            steps.append(self.train(role, mini))
         metrics = average_metrics(steps)
         if role == "actor":
             self.policy_version += 1
@@ -206,10 +194,8 @@ class WorkerGroup(ABC):
         kept, rows = self.kept_tokens(), len(batch)
         return lambda: joined_outputs([part() for part in kept], rows)
 
-    def prepared(
-        self, mini: DataProto, prepare: Prepare, number: int, *, unchanged: bool = False
-    ) -> dict[str, torch.Tensor]:
-        """What a loss chooses by comparing tokens across the mini-batch, before that is split into micro-batches.
+    def prepare(self, mini: DataProto, prepare: Prepare, number: int, *, unchanged: bool = False) -> None:
+        """Add to a mini-batch what a loss chooses by comparing tokens across it, before it is split into micro-batches.
         `unchanged`: no step was taken since the batch was made."""
         actor = self.cfg.actor_rollout_ref.actor
         parameters = inspect.signature(prepare).parameters
@@ -224,15 +210,14 @@ class WorkerGroup(ABC):
             if unchanged and mini.meta_info.get("old_log_probs_version") == self.policy_version:
                 offered["log_prob"] = mini.batch["old_log_probs"]
             else:
-                found = self.forward(ACTOR, mini, ("old_log_probs",))
-                offered["log_prob"] = found.batch["old_log_probs"]
+                offered["log_prob"] = self.forward(ACTOR, mini, ("old_log_probs",)).batch["old_log_probs"]
             offered["old_log_prob"] = mini.batch.get("old_log_probs", offered["log_prob"])
         # A seed per mini-batch instead of a generator's state: a resumed run draws the same tokens.
         key = [actor.policy_loss.seed, self.policy_version, number]
-        offered["generator"] = torch.Generator().manual_seed(
-            int(np.random.SeedSequence(key).generate_state(1)[0])
-        )
-        return dict(prepare(**{name: offered[name] for name in offered if takes_all or name in parameters}))
+        seed = int(np.random.SeedSequence(key).generate_state(1)[0])
+        offered["generator"] = torch.Generator().manual_seed(seed)
+        prepared = prepare(**{name: offered[name] for name in offered if takes_all or name in parameters})
+        mini.batch |= {f"{PREPARED}{name}": rows for name, rows in prepared.items()}
 
 
 def sessions_of(batch: DataProto) -> Trajectories:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +16,10 @@ from verl.data.proto import DataProto
 from verl.engines import build_engine
 from verl.errors import ConfigError
 from verl.models.lora import without_adapters
-from verl.models.weight_source import WeightSource
 from verl.observe.batch_metrics import ModelSize
 from verl.observe.metrics import Metric, profiled
 from verl.rollout import build_rollout
 from verl.workers.group import WorkerGroup
-from verl.workers.own_loss import LossFunction, engine_loss
 from verl.workers.roles import ActorRole, Kept, RoleWorker
 
 if TYPE_CHECKING:
@@ -30,6 +28,7 @@ if TYPE_CHECKING:
     from verl.config.schema import PPOConfig
     from verl.engines.base import TrainEngine
     from verl.rollout.base import RolloutEngine
+    from verl.workers.own_loss import LossFunction
 
 
 def choose_device(wanted: str) -> torch.device:
@@ -69,6 +68,7 @@ class LocalGroup(WorkerGroup):
         for role in self.roles:
             self._build(role, models.get(role.name))
             if role.name == ACTOR:
+                self.weights = self.actor_engine.weights()
                 self.rollout = self.build_rollout_engine(tokenizer)
         self.pad_token_id = pad_id(tokenizer)
         for name, engine in self.engines().items():
@@ -141,13 +141,10 @@ class LocalGroup(WorkerGroup):
 
     def build_rollout_engine(self, tokenizer: Any) -> RolloutEngine:
         """The engine that generates from the actor."""
-        return self._engine_over(self.actor_engine.weights(), tokenizer)
-
-    def _engine_over(self, source: WeightSource, tokenizer: Any) -> RolloutEngine:
         rollout = self.cfg.actor_rollout_ref.rollout
         return build_rollout(
             rollout.name,
-            source,
+            self.weights,
             tokenizer,
             rollout,
             watchdog_s=self.cfg.trainer.watchdog_s,
@@ -156,7 +153,7 @@ class LocalGroup(WorkerGroup):
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        with self.resident("actor", optimizer=False):
+        with self.resident("actor", optimizer=False), self.waking():
             self.rollout.wake()
             try:
                 yield
@@ -164,25 +161,24 @@ class LocalGroup(WorkerGroup):
                 if self.cfg.actor_rollout_ref.rollout.free_cache_engine:
                     self.rollout.sleep()
 
+    def waking(self) -> AbstractContextManager[None]:
+        """Around the time in which the rollout engine is awake."""
+        return nullcontext()
+
     def forward(self, role: str, batch: DataProto, columns: Sequence[str]) -> DataProto:
         with self.resident(role, optimizer=False):
             return DataProto.from_dict(tensors=self._workers[role].forward(batch, columns))
 
     def train(
-        self, role: str, mini: DataProto, prepared: Mapping[str, torch.Tensor] | None = None
-    ) -> dict[str, Metric]:
-        with self.resident(role, optimizer=True):
-            return self._workers[role].train(mini, prepared)
-
-    def forward_backward(
-        self,
-        role: str,
-        mini: DataProto,
-        prepared: Mapping[str, torch.Tensor] | None = None,
-        loss: str | LossFunction | None = None,
+        self, role: str, mini: DataProto, *, loss: str | LossFunction | None = None, step: bool = True
     ) -> dict[str, Metric]:
         worker = self._workers[role]
+        if step:
+            with self.resident(role, optimizer=True):
+                return worker.train(mini)
         if callable(loss):
+            from verl.workers.own_loss import engine_loss  # only users' own loops have such
+
             function, temperature = engine_loss(loss, self.cfg), mini.meta_info["temperature"]
             return worker.engine.forward_backward(mini, function, temperature=temperature)
         if loss is not None and loss not in self._other_losses:
@@ -191,7 +187,7 @@ class LocalGroup(WorkerGroup):
             self._other_losses[loss] = ActorRole(
                 worker.engine, section, loss_scale_factor=self.cfg.data.max_response_length
             )
-        return (worker if loss is None else self._other_losses[loss]).forward_backward(mini, prepared)
+        return (worker if loss is None else self._other_losses[loss]).forward_backward(mini)
 
     def optim_step(self, role: str, lr: float | None = None) -> dict[str, float]:
         with self.resident(role, optimizer=True):
@@ -214,7 +210,7 @@ class LocalGroup(WorkerGroup):
                 start.load_state(source.state())
 
     def sync_weights(self) -> dict[str, float]:
-        self.rollout.update_weights(self.actor_engine.weights(), self.policy_version)
+        self.rollout.update_weights(self.weights, self.policy_version)
         return self.rollout.stats().weight_sync
 
     def profile(self, step: int, run_folder: Path) -> AbstractContextManager[None]:

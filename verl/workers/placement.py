@@ -58,13 +58,7 @@ def build_group(
 ) -> LocalGroup | RayGroup:
     """The worker group that `trainer.n_gpus_per_node` and `trainer.nnodes`, and those of rollout, ask for."""
     if world_size(cfg) == 1 and not rollout_pool(cfg):
-        return LocalGroup(
-            cfg,
-            tokenizer,
-            training_steps=training_steps,
-            model=model,
-            run_folder=run_folder,
-        )
+        return LocalGroup(cfg, tokenizer, training_steps=training_steps, run_folder=run_folder, model=model)
     require_ray(cfg)
     from verl.workers.ray_group import RayGroup
 
@@ -77,29 +71,24 @@ def build_reward_model(cfg: PPOConfig) -> Backend:
         asked = f"reward.reward_model.n_gpus_per_node={cfg.reward.reward_model.n_gpus_per_node}"
         raise missing_package("ray", "ray", f"a reward model on separate GPUs ({asked})")
     require_ray(cfg)
-    from verl.workers.reward_model_pool import ModelPoolBackend
+    from verl.workers.reward_model_pool import ModelPool, ModelPoolBackend
 
-    return ModelPoolBackend.for_run(cfg)
+    return ModelPoolBackend(ModelPool(cfg))
 
 
 def require_ray(cfg: PPOConfig | OfflineConfig | GenerationConfig) -> None:
     """Before Ray is imported: it is installed, and leaves the reports of dead ranks, nodes and heads to us."""
     if importlib.util.find_spec("ray") is None:
-        raise missing_package("ray", "ray", _several(cfg))
+        trainer, rollout = cfg.trainer, getattr(getattr(cfg, "actor_rollout_ref", None), "rollout", None)
+        ranks = f"(trainer.n_gpus_per_node={trainer.n_gpus_per_node}, trainer.nnodes={trainer.nnodes})"
+        needs = f"training on {world_size(cfg)} processes {ranks}"
+        if world_size(cfg) == 1 and rollout is not None and rollout.n_gpus_per_node:
+            count = rollout.nnodes * rollout.n_gpus_per_node
+            needs = f"generating in {count} separate processes (actor_rollout_ref.rollout.n_gpus_per_node)"
+        raise missing_package("ray", "ray", needs)
     reports = "A worker died or was killed|has been marked dead|Raylet is terminated"
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", reports)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-
-
-def _several(cfg: PPOConfig | OfflineConfig | GenerationConfig) -> str:
-    """What needs more than this process."""
-    trainer = cfg.trainer
-    ranks = f"(trainer.n_gpus_per_node={trainer.n_gpus_per_node}, trainer.nnodes={trainer.nnodes})"
-    rollout = getattr(getattr(cfg, "actor_rollout_ref", None), "rollout", None)
-    if world_size(cfg) == 1 and rollout is not None and rollout.n_gpus_per_node:
-        key = "actor_rollout_ref.rollout"
-        return f"generating in {rollout.nnodes * rollout.n_gpus_per_node} separate processes ({key}.n_gpus_per_node)"
-    return f"training on {world_size(cfg)} processes {ranks}"
 
 
 def build_checkpoints(cfg: PPOConfig, group: LocalGroup | RayGroup, folder: Path) -> Any:
@@ -177,8 +166,7 @@ class RayCheckpoints:
                 check_rng(state[_DRIVER_RANDOM])
             take(state)
 
-        load = self._rank.do_load_found
-        state = resume_newest(self._find, lambda: all(self._calls.all(load)), take_all)
+        state = resume_newest(self._find, lambda: all(self._calls.all(self._rank.do_load_found)), take_all)
         if state is not None and _DRIVER_RANDOM in state:
             restore_rng(state.pop(_DRIVER_RANDOM))
         return state
@@ -232,7 +220,12 @@ def _prepare_restart(cfg: PPOConfig | OfflineConfig, started: float, loss: VerlE
             raise
         except VerlError as error:
             raise TrainingHalted(f"{loss}\nThe run cannot be restarted: {error}") from error
-    _resume_own_checkpoint(cfg, started)
+    # Whatever the first start began from, a restart begins from what this run has saved.
+    trainer = cfg.trainer
+    folder = trainer.default_local_dir or default_run_path(trainer.project_name, trainer.experiment_name)
+    tracker = Path(folder) / TRACKER
+    if trainer.resume_mode != "auto" and tracker.is_file() and tracker.stat().st_mtime >= started:
+        trainer.resume_mode = "auto"
 
 
 def _fit(cfg: PPOConfig | OfflineConfig) -> None:
@@ -252,12 +245,3 @@ def _fit(cfg: PPOConfig | OfflineConfig) -> None:
         cfg.trainer.nnodes, cfg.trainer.n_gpus_per_node = found
     finally:
         cluster.close()
-
-
-def _resume_own_checkpoint(cfg: PPOConfig | OfflineConfig, started: float) -> None:
-    """Whatever the first start began from, a restart begins from what this run has saved."""
-    trainer = cfg.trainer
-    folder = trainer.default_local_dir or default_run_path(trainer.project_name, trainer.experiment_name)
-    tracker = Path(folder) / TRACKER
-    if trainer.resume_mode != "auto" and tracker.is_file() and tracker.stat().st_mtime >= started:
-        trainer.resume_mode = "auto"

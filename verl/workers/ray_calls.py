@@ -21,8 +21,8 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 from verl.errors import RESUME, TrainingHalted, VerlError, WorkersLost
 from verl.observe.live import live
 from verl.watchdog import RankStatus, format_hang_report, short_name
+from verl.workers.rank import CallOutcome, Failure, RPCServer
 from verl.workers.ray_daemons import ClusterHealth
-from verl.workers.rpc_server import Failure, Outcome, RPCServer
 
 POLL_S = 1.0
 STATUS_S = 5.0
@@ -124,49 +124,49 @@ class RankCalls:
         return self._collect(label, refs)
 
     def one(self, rank: int, call: Method[*Args, Value], *args: *Args) -> Value:
-        ref = self.start(rank, call, *args)
-        value: Value = self._collect(name_of(call), {ref: rank})[0]
+        value: Value = self._collect(name_of(call), {self.start(rank, call, *args): rank})[0]
         return value
 
     def start(self, rank: int, call: Method[*Args, Any], *args: *Args) -> Any:
-        """A call whose answer is read with `result` when it is `ready`."""
+        """A call whose answer is read when it is `ready`."""
         return self.actors[rank].serve.remote(live.step, name_of(call), name_of(call), *args)
 
     def control(self, rank: int, call: Method[*Args, Any], *args: *Args) -> Any:
         """The reference of a `control_` call, which is served whatever else the rank does."""
         return self.actors[rank].control.remote(name_of(call), *args)
 
-    def result(self, call: Callable[..., Value], ref: Any, pending: dict[Any, int]) -> Value:
-        """The value of a call that is `ready`; it leaves `pending`."""
-        value: Value = self._result(name_of(call), ref, pending)
-        return value
-
-    def _result(self, label: str, ref: Any, pending: dict[Any, int]) -> Any:
-        rank = pending.pop(ref)
-        try:
-            outcome = ray.get(ref)
-        except RayError as error:
-            self.fail(label, rank, error, pending)
-        return self._value(label, rank, outcome, pending)
+    def answers(self, asked: dict[Any, int], call: Method[Any], timeout_s: float) -> list[tuple[int, Any]]:
+        """The ranks that answer a `control_` call in time, with the references of their answers. `asked`, which is kept
+        from call to call, has the others: they are not asked again."""
+        for rank in sorted(set(range(len(self))) - set(asked.values())):
+            asked[self.control(rank, call)] = rank
+        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s)
+        return [(asked.pop(ref), ref) for ref in answered]
 
     def open_stream(self, rank: int, call: Method[*Args, Iterator[Any]], *args: *Args) -> Any:
-        """A call that answers several times; read it with `read_stream`."""
+        """A call that answers several times."""
         stream = self.actors[rank].stream.options(num_returns="streaming")
         return stream.remote(live.step, name_of(call), *args)
 
-    def read_stream(
-        self, call: Callable[..., Iterator[Value]], stream: Any, pending: dict[Any, int]
-    ) -> list[Value]:
-        """The next value of a stream that is `ready`, in a list; empty at its end, when it leaves `pending`."""
-        rank = pending[stream]
+    def read(self, call: str, ref: Any, pending: dict[Any, int]) -> list[Any]:
+        """The value of an answer that is `ready`, or the next of a stream, in a list; empty at the end of a stream.
+        What has no more to say leaves `pending`."""
+        rank, is_stream = pending[ref], not isinstance(ref, ray.ObjectRef)
+        if not is_stream:
+            del pending[ref]
         try:
-            outcome = ray.get(next(stream))
+            outcome: CallOutcome = ray.get(next(ref) if is_stream else ref)
         except StopIteration:
-            del pending[stream]
+            del pending[ref]
             return []
         except RayError as error:
-            self.fail(name_of(call), rank, error, pending)
-        return [self._value(name_of(call), rank, outcome, pending)]
+            self.fail(call, rank, error, pending)
+        source = "" if short_name(self.names[rank]) == "rank 0" else f"{self.names[rank]}: "
+        for logger, level, text in outcome.logs:
+            logging.getLogger(logger).log(level, "%s", source + text)
+        if outcome.failure is not None:
+            self.fail(call, rank, outcome.failure, pending)
+        return [outcome.value]
 
     def stream_all(self, call: Method[*Args, Iterator[Value]], *args: *Args) -> Iterator[tuple[int, Value]]:
         """The values of a streaming call to every rank, with the rank, as they come."""
@@ -175,7 +175,7 @@ class RankCalls:
         while pending:
             for stream in self.ready(name_of(call), pending, since=since):
                 since, rank = time.monotonic(), pending[stream]
-                for value in self.read_stream(call, stream, pending):
+                for value in self.read(name_of(call), stream, pending):
                     yield rank, value
 
     def _collect(self, call: str, pending: dict[Any, int]) -> list[Any]:
@@ -183,18 +183,8 @@ class RankCalls:
         while pending:
             for ref in self.ready(call, pending):
                 rank = pending[ref]
-                values[rank] = self._result(call, ref, pending)
+                (values[rank],) = self.read(call, ref, pending)
         return [values[rank] for rank in sorted(values)]
-
-    def _value(self, call: str, rank: int, outcome: Outcome, pending: Mapping[Any, int]) -> Any:
-        for record in outcome.logs:
-            text = record.text
-            if short_name(self.names[rank]) != "rank 0":
-                text = f"{self.names[rank]}: {text}"
-            logging.getLogger(record.logger).log(record.level, "%s", text)
-        if outcome.failure is not None:
-            self.fail(call, rank, outcome.failure, pending)
-        return outcome.value
 
     # -- waiting ------------------------------------------------------------------------------------------------
 
@@ -243,14 +233,8 @@ class RankCalls:
     def check_alive(self, call: str) -> None:
         """Raise when one of these is known to be dead, while others serve `call`; does not wait."""
         with self._status_lock:
-            asked = set(self._status_refs.values())
-            for rank in range(len(self)):
-                if rank not in asked:
-                    self._status_refs[self.control(rank, RPCServer.control_status)] = rank
-            refs = list(self._status_refs)
-            answered, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
-            found = [(self._status_refs.pop(ref), ref) for ref in answered]
-        for rank, ref in found:
+            answered = self.answers(self._status_refs, RPCServer.control_status, 0)
+        for rank, ref in answered:
             try:
                 ray.get(ref)
             except RayError as error:
@@ -269,13 +253,11 @@ class RankCalls:
         # A rank that was idle for long has not hung: only the time since it was asked counts.
         if min(*quiet, now - asked) > self.watchdog_s:
             self.broken = True
-            raise WorkersLost(self._hang_report(call, ranks))
-
-    def _hang_report(self, call: str, ranks: list[int]) -> str:
-        """With what processes of other roles do at this moment: these may wait for them, or they for these."""
-        everyone = RankCalls.together(self, *self.peers)
-        statuses, _ = everyone._statuses(range(len(everyone)))
-        return format_hang_report(call, self.watchdog_s, everyone.names, ranks, statuses, len(self))
+            # With what processes of other roles do at this moment: these may wait for them, or they for these.
+            everyone = RankCalls.together(self, *self.peers)
+            statuses, _ = everyone._statuses(range(len(everyone)))
+            names = everyone.names
+            raise WorkersLost(format_hang_report(call, self.watchdog_s, names, ranks, statuses, len(self)))
 
     def _statuses(self, ranks: Sequence[int]) -> tuple[dict[int, RankStatus], dict[int, Problem]]:
         """Statuses of the ranks that answer in time, and errors of those known to be dead."""
@@ -313,23 +295,20 @@ class RankCalls:
         while True:
             alive, dead = self._statuses([r for r in others if r not in found])
             found |= dead
-            done = (
-                ray.wait(list(waiting), num_returns=len(waiting), timeout=0, fetch_local=False)[0]
-                if waiting
-                else []
-            )
+            refs = list(waiting)
+            done = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)[0] if refs else []
             for ref in done:
+                is_stream = not isinstance(ref, ray.ObjectRef)
                 try:
-                    outcome = ray.get(ref if isinstance(ref, ray.ObjectRef) else next(ref))
+                    problem = ray.get(next(ref) if is_stream else ref).failure
                 except StopIteration:
                     del waiting[ref]
                     continue
                 except RayError as error:
-                    found[waiting.pop(ref)] = error
-                    continue
-                if outcome.failure is not None:
-                    found[waiting.pop(ref)] = outcome.failure
-                elif isinstance(ref, ray.ObjectRef):
+                    problem = error
+                if problem is not None:
+                    found[waiting[ref]] = problem
+                if problem is not None or not is_stream:
                     del waiting[ref]
             known = not failure.caused_by_another or any(_severity(p) < 2 for p in found.values())
             if known and (dead or len(alive) + len(found) >= len(others)):

@@ -14,13 +14,12 @@ from typing import Any
 
 import ray
 import torch
-from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl.config.parallelism import Pool, pools, rollout_pool, world_size
 from verl.config.schema import GenerationConfig, OfflineConfig, PPOConfig
 from verl.errors import ConfigError, RayStartError
-from verl.workers.rank_process import remote_rank_process
+from verl.processes import usable_cores
 from verl.workers.ray_daemons import (
     children,
     kill_at_shutdown,
@@ -28,6 +27,7 @@ from verl.workers.ray_daemons import (
     kill_new_daemons,
     on_loopback,
     ray_lost,
+    remote_rank_process,
     signals_kept,
 )
 from verl.workers.ray_reservation import CAPACITY_S, CPUS_KEY, ClusterError, Reservation
@@ -36,11 +36,6 @@ logger = logging.getLogger(__name__)
 
 _RESERVATIONS: dict[int, Reservation] = {}
 """Of runs in this process, by the id of their config."""
-
-
-def usable_cpus() -> int:
-    """What this process may use: a batch system's share, not all the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Cluster:
@@ -73,7 +68,7 @@ class Cluster:
         }
         placed = self._placed()
         needed = sum(pool.per_node for pool in placed)
-        cpus = settings.num_cpus or max(usable_cpus(), needed)
+        cpus = settings.num_cpus or max(usable_cores(), needed)
         if cpus < needed:
             asked = " and ".join(f"{pool.key}.n_gpus_per_node={pool.per_node}" for pool in placed)
             raise ConfigError(
@@ -108,7 +103,7 @@ class Cluster:
         address = ray.util.get_node_ip_address()
         if not ipaddress.ip_address(
             address
-        ).is_loopback:  # a version of Ray without the switch of `_on_loopback`
+        ).is_loopback:  # a version of Ray without the switch of `on_loopback`
             logger.warning(
                 "Ray %s, started for this run, listens on %s and not on the loopback address: keep it behind a "
                 "firewall",
@@ -147,10 +142,17 @@ class Cluster:
         return max(1, torch.get_num_threads() // self.pool.per_node)
 
     def start_actors(self, timeout_s: float, server: str) -> list[Any]:
-        """Start rank processes with `server` (module:Class), the same number on each of `nnodes` nodes."""
-        pool = self.pool
-        group = self._reserved(timeout_s)
-        gpus = self.on_gpus()
+        """Start rank processes with `server` (module:Class), the same number on each of `nnodes` nodes. The first pool
+        that starts reserves places for all of the run."""
+        pool, gpus = self.pool, self.on_gpus()
+        if id(self.cfg) not in _RESERVATIONS:
+            # One rank that is asked for here is placed here, also where a run would be this very process.
+            wanted = {placed.key: placed for placed in (*self._placed(), pool)}
+            reservation = Reservation(list(wanted.values()), gpus=gpus)
+            reservation.wait(timeout_s)
+            _RESERVATIONS[id(self.cfg)] = reservation
+            self._opened = True
+        group = _RESERVATIONS[id(self.cfg)].groups[self._key]
         actor_class = remote_rank_process()
         threads = None if gpus else self.threads()
         self.actors = [
@@ -169,18 +171,6 @@ class Cluster:
         """The run's pools in this cluster: one rank alone is this very process, which Ray does not count."""
         alone = world_size(self.cfg) == 1 and not (isinstance(self.cfg, PPOConfig) and rollout_pool(self.cfg))
         return [pool for pool in pools(self.cfg) if pool.key != "trainer" or not alone]
-
-    def _reserved(self, timeout_s: float) -> PlacementGroup:
-        """The places of this pool; the first pool that starts reserves for all of the run."""
-        reservation = _RESERVATIONS.get(id(self.cfg))
-        if reservation is None:
-            # One rank that is asked for here is placed here, also where a run would be this very process.
-            wanted = {pool.key: pool for pool in (*self._placed(), self.pool)}
-            reservation = Reservation(list(wanted.values()), gpus=self.on_gpus())
-            reservation.wait(timeout_s)
-            _RESERVATIONS[id(self.cfg)] = reservation
-            self._opened = True
-        return reservation.groups[self._key]
 
     def capacity(self, wait_s: float, longest_s: float, fits: Callable[[int, int], bool]) -> tuple[int, int]:
         """Nodes and ranks per node for a restart; see `Reservation.capacity`."""
@@ -202,21 +192,17 @@ class Cluster:
         else:
             for actor in self.actors:
                 ray.kill(actor, no_restart=True)
-            if opened:  # once for all pools of a run, and not by a restart that looks for places
-                self._write_timeline()
+            timeline = self.cfg.ray_kwargs.timeline_json_file
+            if opened and timeline:  # once for all pools of a run, and not by a restart that looks for places
+                Path(timeline).parent.mkdir(parents=True, exist_ok=True)
+                ray.timeline(str(timeline))
+                logger.info("timeline of the ranks' calls: %s (open it at https://ui.perfetto.dev)", timeline)
             if reservation is not None:
                 reservation.release(*(() if opened else (self._key,)))
         self.actors = []
         if self._connected_here:
             ray.shutdown()
             self._connected_here = False
-
-    def _write_timeline(self) -> None:
-        if self.cfg.ray_kwargs.timeline_json_file:
-            path = Path(self.cfg.ray_kwargs.timeline_json_file)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            ray.timeline(str(path))
-            logger.info("timeline of the ranks' calls: %s (open it at https://ui.perfetto.dev)", path)
 
 
 def _start_error(error: Exception, address: str) -> RayStartError:
@@ -229,5 +215,5 @@ def _start_error(error: Exception, address: str) -> RayStartError:
         )
     return RayStartError(
         f"Ray could not be started: {text}. If it looked for a cluster that has ended, set RAY_ADDRESS=local; if it "
-        f"starts more processes than this machine allows, set {CPUS_KEY}={usable_cpus()}"
+        f"starts more processes than this machine allows, set {CPUS_KEY}={usable_cores()}"
     )

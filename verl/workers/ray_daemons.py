@@ -1,4 +1,4 @@
-"""Ray's own processes: how they are started, ended and watched.
+"""Ray's own processes: how they are started, ended and watched; and the process of a rank, which Ray starts.
 
 Those of a cluster that this process starts (raylet, GCS, agents) have SIGTERM and SIGHUP blocked, so that a signal to
 the process group or to everything of a service (`timeout`, systemd, a closed terminal) leaves them for the step and
@@ -7,6 +7,7 @@ its checkpoint. They are ended with SIGKILL, by this process or, when it dies, b
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import socket
@@ -21,6 +22,7 @@ import ray
 from ray._private import ray_constants
 from ray._private import worker as ray_worker
 
+from verl.observe.live import live
 from verl.processes import kill_tree
 
 HEAD_S = 45.0
@@ -28,6 +30,7 @@ HEAD_S = 45.0
 ends this process."""
 _CONNECT_S = 1.0
 _KILLED_S = 10.0
+_PARENT_S = 1.0
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 _VITAL = ("gcs_server", "raylet")
 
@@ -158,3 +161,57 @@ class ClusterHealth:
             return ""
         address = ray.get_runtime_context().gcs_address
         return f"the head of the Ray cluster at {address} has not answered for {HEAD_S:.0f} s"
+
+
+def _end_with_parent() -> None:
+    """Ray asks an actor to end with the daemon of its node and then waits for its call, which may hang forever. A
+    process whose parent ended has another one."""
+    parent = os.getppid()
+    while os.getppid() == parent:
+        time.sleep(_PARENT_S)
+    os._exit(1)
+
+
+class RankProcess:
+    """An `RPCServer`, which `server` names as `module:Class`, behind a Ray actor, with a second lane for control calls
+    and a third for calls that a generation stream serves. Calls come with the driver's training step, to which the
+    phases of this process belong; they are answered with an `CallOutcome`."""
+
+    def __init__(self, server: str, rank: int, world_size: int, threads: int | None) -> None:
+        if threads is not None:
+            # Ray gives a worker one thread. OpenMP reads this when torch is imported, which `server` does.
+            os.environ["OMP_NUM_THREADS"] = str(threads)
+        outlive_signals()
+        threading.Thread(target=_end_with_parent, name="verl-parent", daemon=True).start()
+        module, _, name = server.partition(":")
+        self._server: Any = getattr(importlib.import_module(module), name)(rank, world_size)
+
+    @staticmethod
+    def _begin(step: int) -> None:
+        unblock_signals()
+        live.begin_step(step)
+
+    def serve(self, step: int, label: str, call: str, *args: Any) -> Any:
+        self._begin(step)
+        if call == "handshake":
+            args = (ray.util.get_node_ip_address(), os.path.realpath("/proc/self/fd/2"))
+        return self._server.serve(call, *args, label=label)
+
+    def stream(self, step: int, call: str, *args: Any) -> Iterator[Any]:
+        self._begin(step)
+        yield from self._server.stream(call, *args)
+
+    @ray.method(concurrency_group="between_polls")
+    def serve_between_polls(self, step: int, label: str, call: str, *args: Any) -> Any:
+        self._begin(step)
+        return self._server.serve_between_polls(call, *args)
+
+    @ray.method(concurrency_group="control")
+    def control(self, call: str, *args: Any) -> Any:
+        return getattr(self._server, f"control_{call}")(*args)
+
+
+def remote_rank_process() -> Any:
+    remote: Any = ray.remote  # its annotations do not know concurrency groups
+    groups = {"control": 1, "between_polls": 1}
+    return remote(concurrency_groups=groups, max_restarts=0, max_task_retries=0)(RankProcess)

@@ -9,34 +9,33 @@ import copy
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 import torch
 
 from verl.config.methods import policy_loss
-from verl.config.parallelism import ROLLOUT, Layout, engine_size, layout_of, rollout_pool
-from verl.config.roles import ACTOR, find_role, saved_roles
+from verl.config.parallelism import Layout, engine_size, layout_of, rollout_pool
+from verl.config.roles import ACTOR, find_role
 from verl.data.proto import DataProto
 from verl.observe.batch_metrics import ModelSize
-from verl.observe.live import Snapshot
+from verl.observe.live import Snapshot, live
 from verl.observe.metrics import Metric, reduce_metrics
-from verl.rollout.weight_sync.fingerprint import compare
-from verl.rollout.weight_sync.probe import ProbeCheck, worst
+from verl.rollout.weight_sync.probe import worst
 from verl.workers.group import WorkerGroup
 from verl.workers.local import pad_id
-from verl.workers.rank import JoinedRank, RankSetup
+from verl.workers.rank import JoinedRank, RankSetup, RPCServer
 from verl.workers.ray_calls import RankCalls
 from verl.workers.ray_cluster import Cluster
-from verl.workers.ray_live import RankSnapshots
-from verl.workers.ray_rollout import RayRollout
-from verl.workers.roles import Kept
-from verl.workers.rollout_rank import RolloutRank
+from verl.workers.ray_rollout import RayRollout, RolloutPool
+from verl.workers.roles import PREPARED, Kept
 from verl.workers.shard_batch import (
     for_ranks,
     from_arrays,
@@ -46,13 +45,12 @@ from verl.workers.shard_batch import (
     shard_rows,
     to_arrays,
 )
-from verl.workers.train_rank import RankGroup, RankInfo, TrainRank
+from verl.workers.train_rank import RankGroup, TrainRank
 
 if TYPE_CHECKING:
     from torch import nn
 
     from verl.config.schema import PPOConfig
-    from verl.rollout.weight_sync.broadcast import SyncReport
     from verl.workers.own_loss import LossFunction
 
 logger = logging.getLogger(__name__)
@@ -61,12 +59,13 @@ Built = TypeVar("Built")
 START_S = 300.0
 """For processes to start and a cluster to free resources; loading models is under the watchdog instead."""
 CLOSE_S = 10.0
+WAIT_S = 1.0
+"""How long a reader waits for ranks."""
+FRESH_S = 0.5
+"""Numbers this old are not asked for again."""
 
 TRAIN_RANK = "verl.workers.train_rank:TrainRank"
 _INPUTS = ("input_ids", "attention_mask", "response_mask")
-_ADVICE = (
-    f"generate on the trainer's GPUs ({ROLLOUT}.nnodes=0 {ROLLOUT}.n_gpus_per_node=0) if it happens again"
-)
 
 
 class RayGroup(WorkerGroup):
@@ -85,51 +84,36 @@ class RayGroup(WorkerGroup):
         self.cluster = Cluster(cfg)
         self.pool = RolloutPool(cfg) if rollout_pool(cfg) else None
         self._shards: dict[int, _Shards] = {}  # by their number: roles may be laid out differently
-        self._size: ModelSize
-        try:
-            self.cluster.connect()
-            self._start_actors()
-            self._size = self._build(tokenizer, training_steps, run_folder, model)
-            self._live = RankSnapshots([self.calls, *([self.pool.calls] if self.pool else [])])
-        except BaseException:
-            self._end(ask=False)
-            raise
-        self.rollout: RayRollout = self._rollout_engine()
-        self.pad_token_id = pad_id(tokenizer)
-
-    def _start_actors(self) -> None:
-        """The ranks and the processes that only generate."""
-        actors = self.cluster.start_actors(START_S, TRAIN_RANK)
-        self.calls = RankCalls(actors, self.cfg.trainer.watchdog_s)
-        if self.pool is not None:
-            self.pool.start_actors(START_S)
-
-    def _rollout_engine(self) -> RayRollout:
-        calls = self.calls if self.pool is None else self.pool.calls
-        size = engine_size(self.cfg) if self.pool is None else 1
-        return RayRollout(
-            calls,
-            self.cfg.actor_rollout_ref.rollout.max_num_seqs,
-            hosts=range(0, len(calls), size),
-            colocated=self.pool is None,
-        )
-
-    def _build(
-        self, tokenizer: Any, training_steps: int | None, run_folder: Path | None, model: nn.Module | None
-    ) -> ModelSize:
         setup = RankSetup(
-            cfg=copy.deepcopy(self.cfg),
+            cfg=copy.deepcopy(cfg),
             tokenizer=tokenizer,
             training_steps=training_steps,
             run_folder=Path() if run_folder is None else run_folder.absolute(),
             model=model,
         )
-        addresses = self.pool.calls.addresses if self.pool else ()
-        info = build_ranks(self.cluster, self.calls, TrainRank.do_build, setup, others=addresses)[0]
-        if self.pool is not None:
-            self.pool.build(self.calls, setup, info)
-            self.pool.sync_weights(self.policy_version)
-        return info.size
+        try:
+            self.cluster.connect()
+            self.calls = RankCalls(self.cluster.start_actors(START_S, TRAIN_RANK), cfg.trainer.watchdog_s)
+            if self.pool is not None:
+                self.pool.start_actors(START_S)
+            others = self.pool.calls.addresses if self.pool else ()
+            info = build_ranks(self.cluster, self.calls, TrainRank.do_build, setup, others=others)[0]
+            if self.pool is not None:
+                self.pool.build(self.calls, setup, info)
+                self.pool.sync_weights(self.policy_version)
+        except BaseException:
+            self._end(ask=False)
+            raise
+        self._size: ModelSize = info.size
+        generating = self.calls if self.pool is None else self.pool.calls
+        self._live = RankSnapshots([self.calls] if self.pool is None else [self.calls, generating])
+        self.rollout: RayRollout = RayRollout(
+            generating,
+            cfg.actor_rollout_ref.rollout.max_num_seqs,
+            hosts=range(0, len(generating), engine_size(cfg) if self.pool is None else 1),
+            colocated=self.pool is None,
+        )
+        self.pad_token_id = pad_id(tokenizer)
 
     # -- what the loop asks for ---------------------------------------------------------------------------------
 
@@ -138,50 +122,27 @@ class RayGroup(WorkerGroup):
 
     def forward(self, role: str, batch: DataProto, columns: Sequence[str]) -> DataProto:
         layout, row = self._layout(role), find_role(role)
-        shards = self._shard(self._chosen(batch, row.inputs), layout.dp)
+        shards = self._shard(batch, row.inputs, layout.dp)
         meta = {name: batch.meta_info[name] for name in ("temperature",) if name in batch.meta_info}
         args = [(role, tuple(columns), ref, meta) for ref in shards.refs]
         found = self.calls.each(TrainRank.do_forward, for_ranks(layout, args), row.call)
         return join(reported(layout, found), shards.rows, len(batch))
 
     def train(
-        self, role: str, mini: DataProto, prepared: Mapping[str, torch.Tensor] | None = None
+        self, role: str, mini: DataProto, *, loss: str | LossFunction | None = None, step: bool = True
     ) -> dict[str, Metric]:
-        return self._learn(TrainRank.do_train, f"train_{role}", role, mini, prepared)
-
-    def forward_backward(
-        self,
-        role: str,
-        mini: DataProto,
-        prepared: Mapping[str, torch.Tensor] | None = None,
-        loss: str | LossFunction | None = None,
-    ) -> dict[str, Metric]:
-        columns = () if loss is None or isinstance(loss, str) else tuple(mini.batch)
-        if isinstance(loss, str):
-            columns = policy_loss(loss).needs
-        return self._learn(TrainRank.do_forward_backward, "", role, mini, prepared, columns, loss)
-
-    def _learn(
-        self,
-        call: Callable[..., dict[str, Metric]],
-        label: str,
-        role: str,
-        mini: DataProto,
-        prepared: Mapping[str, torch.Tensor] | None,
-        columns: Sequence[str] = (),
-        *args: Any,
-    ) -> dict[str, Metric]:
-        """A training call with the shards of a mini-batch. `columns`: those it reads besides the role's."""
-        layout = self._layout(role)
-        together = int(mini.meta_info.get("rows_together", 1))
-        shards = self._shard(self._chosen(mini, (*self._trains_on(role), *columns)), layout.dp, together)
-        extra = pad_rows(prepared, layout.dp * together) if prepared else {}
+        layout, together = self._layout(role), int(mini.meta_info.get("rows_together", 1))
+        columns = [*find_role(role).trains_on, *(name for name in mini.batch if name.startswith(PREPARED))]
+        if callable(loss):
+            columns += mini.batch
+        elif role == ACTOR:
+            columns += policy_loss(loss or self.section(role).policy_loss.loss_mode).needs
+        shards = self._shard(mini, columns, layout.dp, together)
         meta = {**mini.meta_info, "dp_size": layout.dp}
-        shares = [
-            (role, ref, to_arrays(extra, rows), meta, *args)
-            for ref, rows in zip(shards.refs, shards.rows, strict=True)
-        ]
-        return reduce_metrics(reported(layout, self.calls.each(call, for_ranks(layout, shares), label)))
+        shares = [(role, ref, meta, loss, step) for ref in shards.refs]
+        label = f"train_{role}" if step else "forward_backward"
+        found = self.calls.each(TrainRank.do_train, for_ranks(layout, shares), label)
+        return reduce_metrics(reported(layout, found))
 
     def optim_step(self, role: str, lr: float | None = None) -> dict[str, float]:
         return self.calls.all(RankGroup.optim_step, role, lr)[0]
@@ -195,18 +156,9 @@ class RayGroup(WorkerGroup):
         self.calls.all(RankGroup.add, role)
         self.roles.append(find_role(role))
 
-    def _trains_on(self, role: str) -> tuple[str, ...]:
-        """The columns a role's loss reads; the actor's also what its policy loss says it needs."""
-        columns = find_role(role).trains_on
-        if role != ACTOR:
-            return columns
-        loss = policy_loss(self.cfg.actor_rollout_ref.actor.policy_loss.loss_mode)
-        return tuple(dict.fromkeys((*columns, *loss.needs)))
-
     def kept_tokens(self) -> list[Kept]:
-        return [
-            partial(dict, from_arrays(found).batch) for found in self.calls.all(TrainRank.do_token_outputs)
-        ]
+        kept = self.calls.all(TrainRank.do_token_outputs)
+        return [partial(dict, from_arrays(part).batch) for part in kept]
 
     def refresh(self, role: str) -> None:
         self.calls.all(RankGroup.refresh, role)
@@ -232,10 +184,6 @@ class RayGroup(WorkerGroup):
     def model_size(self) -> ModelSize:
         return self._size
 
-    def checkpoint_parts(self) -> dict[str, Any]:
-        """Names only: the ranks have the engines and save them (`placement.RayCheckpoints`)."""
-        return dict.fromkeys(saved_roles(self.cfg))
-
     def live_snapshots(self) -> list[Snapshot]:
         return self._live.take()
 
@@ -256,13 +204,10 @@ class RayGroup(WorkerGroup):
     def _layout(self, role: str) -> Layout:
         return layout_of(self.section(role), len(self.calls))
 
-    @staticmethod
-    def _chosen(batch: DataProto, more: Sequence[str]) -> dict[str, torch.Tensor]:
-        return {name: batch.batch[name] for name in (*_INPUTS, *more) if name in batch.batch}
-
-    def _shard(self, tensors: Mapping[str, torch.Tensor], count: int, together: int = 1) -> _Shards:
-        """`count` shards in Ray's store; those of the last batch are used again while it has not changed. So many
-        consecutive rows stay `together`."""
+    def _shard(self, batch: DataProto, columns: Sequence[str], count: int, together: int = 1) -> _Shards:
+        """`count` shards in Ray's store, with those of `columns` that there are; those of the last batch are used again
+        while it has not changed. So many consecutive rows stay `together`."""
+        tensors = {name: batch.batch[name] for name in (*_INPUTS, *columns) if name in batch.batch}
         key = [(name, tensor, tensor._version) for name, tensor in tensors.items()]
         if count not in self._shards or not self._shards[count].built_from(key):
             padded = pad_rows(tensors, count * together)
@@ -275,89 +220,6 @@ class RayGroup(WorkerGroup):
             )
             self._shards[count] = _Shards(key, rows, [ray.put(to_arrays(padded, share)) for share in rows])
         return self._shards[count]
-
-
-class RolloutPool:
-    """Engines in separate processes, behind `calls`."""
-
-    def __init__(self, cfg: PPOConfig) -> None:
-        self.cluster = Cluster(cfg, ROLLOUT)
-        self._watchdog_s = cfg.trainer.watchdog_s
-        self._probes: dict[str, ProbeCheck] = {}
-        self._calls: RankCalls | None = None
-        self._all_calls: RankCalls | None = None
-        self._sync_calls: RankCalls | None = None
-        self._trainer: RankCalls | None = None
-
-    @property
-    def calls(self) -> RankCalls:
-        assert self._calls is not None
-        return self._calls
-
-    def start_actors(self, timeout_s: float) -> None:
-        """Start the processes."""
-        actors = self.cluster.start_actors(timeout_s, "verl.workers.rollout_rank:RolloutRank")
-        self._calls = RankCalls(actors, self._watchdog_s, "rollout rank")
-        self.calls.handshake(timeout_s)
-
-    def build(self, trainer: RankCalls, setup: RankSetup[PPOConfig], info: RankInfo) -> None:
-        """Start the engines (the trainer's ranks have been built with `setup`) and connect both sides."""
-        own = copy.copy(setup)
-        own.threads = None if setup.threads is None else self.cluster.threads()
-        assert info.model is not None
-        self.calls.all(RolloutRank.do_build, ray.put(own), info.model, info.adapter)
-        self._trainer = trainer
-        self._all_calls = RankCalls.together(trainer, self.calls)
-        self._all_calls.all(TrainRank.do_link, 1 + len(self.calls))
-        # The trainer's ranks send when their other calls are done; those that generate take it without stopping.
-        self._sync_calls = RankCalls.together(trainer, self.calls.between_polls())
-        self.calls.peers, trainer.peers = [trainer], [self.calls]
-        pool = self.cluster.pool
-        logger.info(
-            "rollout: %d separate processes (%s.nnodes=%d, %s.n_gpus_per_node=%d)",
-            len(self.calls),
-            ROLLOUT,
-            pool.nodes,
-            ROLLOUT,
-            pool.per_node,
-        )
-
-    def sync_weights(self, version: int) -> dict[str, float]:
-        """The trainer's weights to all of them, as policy `version`, while they generate or not; compared by
-        fingerprint, and by log-probs where an engine could compute them. Metrics are those of the worst process."""
-        assert self._sync_calls is not None and self._trainer is not None
-        # Both kinds of process serve it: the trainer's first rank says what was sent, the others what arrived.
-        sent, *found = self._sync_calls.each(TrainRank.do_sync_weights, [(version,)] * len(self._sync_calls))
-        arrivals = cast("list[SyncReport]", found[len(self._trainer) - 1 :])
-        assert sent is not None
-        for name, arrival in zip(self.calls.names, arrivals, strict=True):
-            compare(sent, arrival.received, version, name, _ADVICE)
-        probed = {
-            name: arrival for name, arrival in zip(self.calls.names, arrivals, strict=True) if arrival.tokens
-        }
-        if not probed:
-            return {}
-        prompt = next(iter(probed.values())).prompt
-        answers = list({arrival.tokens for arrival in probed.values()})
-        known = dict(zip(answers, self._trainer.all(RankGroup.probe, prompt, answers)[0], strict=True))
-        for name, arrival in probed.items():
-            check = self._probes.setdefault(name, ProbeCheck(name, arrival.precision, _ADVICE))
-            own = known[arrival.tokens]
-            assert own is not None, "a training engine computes log-probs"
-            check.add(version, arrival.log_probs, own)
-        return worst([self._probes[name].metrics() for name in probed])
-
-    def broken(self) -> bool:
-        """Whether a call to these processes, alone or together with the trainer's, has failed."""
-        return any(
-            calls is not None and calls.broken for calls in (self._calls, self._all_calls, self._sync_calls)
-        )
-
-    def close(self, seconds: float, *, ask: bool) -> None:
-        """End them, after letting the engines close where that can be asked for."""
-        if ask and self._calls is not None:
-            self._calls.shutdown(seconds)
-        self.cluster.close()
 
 
 def build_ranks(
@@ -398,3 +260,36 @@ class _Shards:
             name == mine and tensor is theirs and version == seen
             for (name, tensor, version), (mine, theirs, seen) in zip(key, self.key, strict=True)
         )
+
+
+class RankSnapshots:
+    """The newest live numbers of each rank, for threads that show them. A rank that does not answer in time keeps its
+    last numbers and is not asked again before it has; the run never waits."""
+
+    def __init__(self, roles: Sequence[RankCalls]) -> None:
+        self._calls = RankCalls.together(*roles)
+        self._newest: dict[int, Snapshot] = {}
+        self._asked: dict[Any, int] = {}
+        self._asked_at = 0.0
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def take(self) -> list[Snapshot]:
+        with self._lock:
+            # After the end Ray may be shut down, and a call would start it again.
+            if not self._closed and time.monotonic() - self._asked_at > FRESH_S:
+                try:
+                    for rank, ref in self._calls.answers(self._asked, RPCServer.control_live, WAIT_S):
+                        self._newest[rank] = ray.get(ref)
+                except Exception:  # of a rank or of Ray: the run's own calls report it
+                    self._asked = {}
+                self._asked_at = time.monotonic()
+            return [self._newest[rank] for rank in sorted(self._newest)]
+
+    def close(self) -> None:
+        """Nothing is asked after this; waits for a reader that is asking. No handle is left: the actors of the next Ray
+        session of this process may have the same ids, and dropping a handle then would end them."""
+        live.others = list
+        with self._lock:
+            self._closed = True
+            self._calls.actors, self._asked = [], {}

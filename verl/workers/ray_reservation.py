@@ -12,6 +12,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import ray
@@ -53,33 +54,25 @@ class Reservation:
 
     def wait(self, timeout_s: float) -> None:
         """Reserve all; waits `timeout_s` for other jobs to end, at most CAPACITY_S for nodes the cluster lacks."""
-        try:
-            self._wait(timeout_s)
-        except BaseException:
-            self.release()
-            raise
-
-    def _wait(self, timeout_s: float) -> None:
         pauses = random.Random()  # not the seeded one: two runs with one config must not pause alike
         started = time.monotonic()
         held_since, hold_s = started, HOLD_S
-        while (pool := self._first_missing(self._pools)) is not None:
-            now = time.monotonic()
-            fitting = self._fitting(pool)
-            limit = timeout_s if fitting >= pool.nodes else min(CAPACITY_S, timeout_s)
-            if now - started + 0.1 >= limit:
-                raise ClusterError(self.too_small(pool))
-            self._log(
-                f"waiting for the Ray cluster: {pool.asked}; {fitting} nodes are large enough",
-                now - started,
-                limit,
-            )
-            if pool is self._pools[0]:
-                held_since = now
-            elif now - held_since > hold_s:
-                self.release()
-                time.sleep(pauses.uniform(0, HOLD_S))
-                held_since, hold_s = time.monotonic(), pauses.uniform(HOLD_S / 2, HOLD_S)
+        with ExitStack() as on_error:
+            on_error.callback(self.release)
+            while (pool := self._first_missing(self._pools)) is not None:
+                now, fitting = time.monotonic(), self._fitting(pool)
+                limit = timeout_s if fitting >= pool.nodes else min(CAPACITY_S, timeout_s)
+                if now - started + 0.1 >= limit:
+                    raise ClusterError(self.too_small(pool))
+                text = f"waiting for the Ray cluster: {pool.asked}; {fitting} nodes are large enough"
+                self._log(text, now - started, limit)
+                if pool is self._pools[0]:
+                    held_since = now
+                elif now - held_since > hold_s:
+                    self.release()
+                    time.sleep(pauses.uniform(0, HOLD_S))
+                    held_since, hold_s = time.monotonic(), pauses.uniform(HOLD_S / 2, HOLD_S)
+            on_error.pop_all()
 
     def capacity(
         self, pool: Pool, wait_s: float, longest_s: float, fits: Callable[[int, int], bool]

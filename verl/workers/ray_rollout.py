@@ -1,29 +1,46 @@
-"""The engines of many rank processes as one `RolloutEngine`.
+"""The engines of many rank processes as one `RolloutEngine`, and the processes that only generate.
 
 The tokens of a request do not depend on the rank that generates them, because every draw is keyed by the request.
 """
 
 from __future__ import annotations
 
+import copy
+import logging
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import ray
 from ray.exceptions import RayError
 
+from verl.config.parallelism import ROLLOUT
 from verl.errors import RolloutError
 from verl.observe.live import live
 from verl.rollout.base import Request, Response, RolloutEngine, RolloutStats
+from verl.rollout.weight_sync.fingerprint import compare
+from verl.rollout.weight_sync.probe import ProbeCheck, worst
 from verl.workers.ray_calls import STATUS_S, RankCalls
-from verl.workers.request_scheduler import RequestScheduler
-from verl.workers.rollout_server import RolloutServer
+from verl.workers.ray_cluster import Cluster
+from verl.workers.rollout_rank import RequestScheduler, RolloutRank, RolloutServer
+from verl.workers.train_rank import RankGroup, RankInfo, TrainRank
 
+if TYPE_CHECKING:
+    from verl.config.schema import PPOConfig
+    from verl.rollout.weight_sync.broadcast import SyncReport
+    from verl.workers.rank import RankSetup
+
+logger = logging.getLogger(__name__)
+
+_ADVICE = (
+    f"generate on the trainer's GPUs ({ROLLOUT}.nnodes=0 {ROLLOUT}.n_gpus_per_node=0) if it happens again"
+)
 ABORT_S = 5.0
 """How long a healthy rank takes at most to answer an abort; one that does not is noticed by `poll`."""
+_SUMMED = ("kv_blocks_used", "kv_blocks", "generated_tokens", "prefilled_tokens", "preemptions")
 SUBMIT_S = 0.2
 """How soon `poll` sends on requests that another thread submitted while it waits."""
 
@@ -91,7 +108,7 @@ class RayRollout(RolloutEngine):
         batches = self._scheduler.dispatch()
         if batches and not self._open:
             if self._colocated:
-                self._calls.all(RolloutServer.do_open_generation)
+                self._calls.all(RankGroup.open_generation)
             self._open, self.answered = True, Counter()
         for rank, requests in batches.items():
             self._calls.control(rank, RolloutServer.control_submit, requests)
@@ -113,7 +130,7 @@ class RayRollout(RolloutEngine):
         for stream in self._calls.ready("generate", self._streams, timeout_s, self._heard):
             self._heard = time.monotonic()
             rank = self._streams[stream]
-            for responses in self._calls.read_stream(RolloutServer.do_generate, stream, self._streams):
+            for responses in self._calls.read("generate", stream, self._streams):
                 with self._lock:
                     self._scheduler.answered(rank, len(responses))
                 self.answered[rank] += len(responses)
@@ -136,7 +153,7 @@ class RayRollout(RolloutEngine):
         if self._open:
             self._open = False
             if self._colocated and not self._broken():
-                self._calls.all(RolloutServer.do_close_generation)
+                self._calls.all(RankGroup.close_generation)
 
     def _broken(self) -> bool:
         """After an error nothing more is asked of the ranks, nor of those that work with them."""
@@ -170,12 +187,9 @@ class RayRollout(RolloutEngine):
         if self._broken():
             return total
         refs = [self._calls.control(rank, RolloutServer.control_stats) for rank in self._hosts]
-        for each in _answers(refs, STATUS_S):
-            total.kv_blocks_used += each.kv_blocks_used
-            total.kv_blocks += each.kv_blocks
-            total.generated_tokens += each.generated_tokens
-            total.prefilled_tokens += each.prefilled_tokens
-            total.preemptions += each.preemptions
+        for stats in _answers(refs, STATUS_S):
+            for name in _SUMMED:
+                setattr(total, name, getattr(total, name) + getattr(stats, name))
         return total
 
     # -- weights ------------------------------------------------------------------------------------------------
@@ -202,3 +216,72 @@ def _answers(refs: list[Any], timeout_s: float) -> list[Any]:
         except RayError:
             continue
     return values
+
+
+class RolloutPool:
+    """Engines in separate processes, behind `calls`."""
+
+    def __init__(self, cfg: PPOConfig) -> None:
+        self.cluster = Cluster(cfg, ROLLOUT)
+        self._watchdog_s = cfg.trainer.watchdog_s
+        self._probes: dict[str, ProbeCheck] = {}
+
+    def start_actors(self, timeout_s: float) -> None:
+        """Start the processes."""
+        actors = self.cluster.start_actors(timeout_s, "verl.workers.rollout_rank:RolloutRank")
+        self.calls = RankCalls(actors, self._watchdog_s, "rollout rank")
+        self.calls.handshake(timeout_s)
+
+    def build(self, trainer: RankCalls, setup: RankSetup[PPOConfig], info: RankInfo) -> None:
+        """Start the engines (the trainer's ranks have been built with `setup`) and connect both sides."""
+        own = copy.copy(setup)
+        own.threads = None if setup.threads is None else self.cluster.threads()
+        assert info.model is not None
+        self.calls.all(RolloutRank.do_build, ray.put(own), info.model, info.adapter)
+        self._trainer = trainer
+        RankCalls.together(trainer, self.calls).all(TrainRank.do_link, 1 + len(self.calls))
+        # The trainer's ranks send when their other calls are done; those that generate take it without stopping.
+        self._sync_calls = RankCalls.together(trainer, self.calls.between_polls())
+        self.calls.peers, trainer.peers = [trainer], [self.calls]
+        pool = self.cluster.pool
+        logger.info(
+            "rollout: %d separate processes (%s.nnodes=%d, %s.n_gpus_per_node=%d)",
+            len(self.calls),
+            ROLLOUT,
+            pool.nodes,
+            ROLLOUT,
+            pool.per_node,
+        )
+
+    def sync_weights(self, version: int) -> dict[str, float]:
+        """The trainer's weights to all of them, as policy `version`, while they generate or not; compared by
+        fingerprint, and by log-probs where an engine could compute them. Metrics are those of the worst process."""
+        # Both kinds of process serve it: the trainer's first rank says what was sent, the others what arrived.
+        sent, *found = self._sync_calls.each(TrainRank.do_sync_weights, [(version,)] * len(self._sync_calls))
+        arrivals = cast("list[SyncReport]", found[len(self._trainer) - 1 :])
+        assert sent is not None
+        by_name = dict(zip(self.calls.names, arrivals, strict=True))
+        for name, arrival in by_name.items():
+            compare(sent, arrival.received, version, name, _ADVICE)
+        probed = {name: arrival for name, arrival in by_name.items() if arrival.tokens}
+        if not probed:
+            return {}
+        prompt = next(iter(probed.values())).prompt
+        answers = list({arrival.tokens for arrival in probed.values()})
+        known = dict(zip(answers, self._trainer.all(RankGroup.probe, prompt, answers)[0], strict=True))
+        for name, arrival in probed.items():
+            check = self._probes.setdefault(name, ProbeCheck(name, arrival.precision, _ADVICE))
+            own = known[arrival.tokens]
+            assert own is not None, "a training engine computes log-probs"
+            check.add(version, arrival.log_probs, own)
+        return worst([self._probes[name].metrics() for name in probed])
+
+    def broken(self) -> bool:
+        """Whether a call to these processes, alone or together with the trainer's, has failed."""
+        return self.calls.broken or self._sync_calls.broken
+
+    def close(self, seconds: float, *, ask: bool) -> None:
+        """End them, after letting the engines close where that can be asked for."""
+        if ask:
+            self.calls.shutdown(seconds)
+        self.cluster.close()

@@ -10,9 +10,8 @@ import logging
 import os
 import sys
 import threading
-import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,16 +24,15 @@ from verl.config.parallelism import rollout_pool, world_size
 from verl.errors import TrainingHalted, VerlError
 from verl.reward.base import Backend, Call, RewardResult, RewardSample, answer, fail, new_call
 from verl.reward.functions import Signature
-from verl.reward.model import check_path, estimated_work, next_share
-from verl.workers.rank_process import remote_rank_process
+from verl.reward.model import RewardModel, check_path, estimated_work, next_share
+from verl.workers.rank import RPCServer
 from verl.workers.ray_calls import RankCalls
 from verl.workers.ray_cluster import Cluster
-from verl.workers.ray_daemons import ray_lost
-from verl.workers.rpc_server import RPCServer
+from verl.workers.ray_daemons import ray_lost, remote_rank_process
 
 if TYPE_CHECKING:
     from verl.config.schema import PPOConfig
-    from verl.reward.model import RewardModel
+    from verl.config.sections.reward import RewardModelConfig
 
 _log = logging.getLogger(__name__)
 
@@ -43,13 +41,11 @@ ROLE = "reward model rank"
 _SERVER = "verl.workers.reward_model_pool:RewardModelRank"
 START_S = 300.0
 """For processes to start and a cluster to free resources; loading the model is under the watchdog instead."""
-POLL_S = 0.05
-"""How soon an idle process gets what was submitted while others work."""
 END_S = 30.0
-"""For the thread to notice that the processes ended."""
+"""For a thread to notice that its process ended."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Waiting:
     """A response that waits for a process."""
 
@@ -63,6 +59,7 @@ class ModelPool:
     """The processes, with the model loaded."""
 
     def __init__(self, run: PPOConfig) -> None:
+        check_path(run.reward.reward_model)
         self._run = run
         self.cluster = Cluster(run, KEY)
         self._kept_free: list[Any] = []
@@ -71,7 +68,7 @@ class ModelPool:
             self.actors = self._start_actors()
             self.calls = RankCalls(self.actors, run.trainer.watchdog_s, ROLE)
             self.calls.handshake(START_S)
-            self.facts = self.load_model()
+            self.load_model()
         except BaseException:
             self.close()
             raise
@@ -98,19 +95,17 @@ class ModelPool:
             ray.kill(actor)
         return chosen
 
-    def load_model(self) -> ModelFacts:
+    def load_model(self) -> None:
         config = self._run.reward.reward_model
         folder = Path(str(config.model_path)).expanduser()
         if folder.exists():  # the processes have another working directory
             config = replace(config, model_path=str(folder.absolute()))
-        setup = ray.put(
-            ModelSetup(
-                config=config,
-                device="cuda" if self.cluster.on_gpus() else "cpu",
-                search_path=tuple(os.path.abspath(folder) for folder in sys.path),
-            )
+        search_path = tuple(os.path.abspath(folder) for folder in sys.path)
+        setup = config, "cuda" if self.cluster.on_gpus() else "cpu", search_path
+        sizes = self.calls.each(
+            RewardModelRank.do_build, [(*setup, rank) for rank in range(len(self.actors))]
         )
-        facts = self.calls.each(RewardModelRank.do_build, [(setup, rank) for rank in range(len(self.actors))])
+        self.hidden_size, self.batch_size = sizes[0]
         _log.info(
             "reward model: %d separate processes (%s.nnodes=%d, %s.n_gpus_per_node=%d)",
             len(self.actors),
@@ -119,7 +114,6 @@ class ModelPool:
             KEY,
             config.n_gpus_per_node,
         )
-        return facts[0]
 
     def end(self) -> None:
         """End the processes; calls that wait for one fail."""
@@ -134,7 +128,10 @@ class ModelPool:
 
 
 class ModelPoolBackend(Backend):
-    """The pool as one of a manager's rewards: a thread gives every idle process a share and takes the results."""
+    """The pool as one of a manager's rewards: a thread for each process gives it a share and takes the results."""
+
+    # Of one response, not of the batch: so each comes as soon as it is finished.
+    signatures = (Signature("reward_model", by_name=("prompt", "response")),)
 
     def __init__(self, pool: ModelPool) -> None:
         self.pool = pool
@@ -146,22 +143,16 @@ class ModelPoolBackend(Backend):
         """The results that each call has so far."""
         self._failure: VerlError | None = None
         self._closing = False
-        self._thread = threading.Thread(target=self._serve, name="reward-model-pool", daemon=True)
-        self._thread.start()
-
-    @classmethod
-    def for_run(cls, run: PPOConfig) -> ModelPoolBackend:
-        """Start the processes the config asks for."""
-        check_path(run.reward.reward_model)
-        return cls(ModelPool(run))
-
-    @property
-    def signatures(self) -> list[Signature]:
-        # Of one response, not of the batch: so each comes as soon as it is finished.
-        return [Signature("reward_model", by_name=("prompt", "response"))]
+        names = [f"reward-model-{rank}" for rank in range(len(pool.actors))]
+        self._threads = [
+            threading.Thread(target=self._serve, args=(rank,), name=name, daemon=True)
+            for rank, name in enumerate(names)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def submit(self, function: int, samples: Sequence[RewardSample]) -> Call:
-        hidden_size, call = self.pool.facts.hidden_size, new_call(samples)
+        hidden_size, call = self.pool.hidden_size, new_call(samples)
         with self._changed:
             if self._failure is not None:
                 raise self._failure
@@ -180,49 +171,36 @@ class ModelPoolBackend(Backend):
             self._changed.notify_all()
         if ray.is_initialized():
             self.pool.end()
-        self._thread.join(END_S)
+        for thread in self._threads:
+            thread.join(END_S)
         self.pool.close()
 
-    # -- in the thread ------------------------------------------------------------------------------------------
+    # -- in the threads -----------------------------------------------------------------------------------------
 
-    def _serve(self) -> None:
-        calls = self.pool.calls
-        running: dict[Any, int] = {}
-        shares: dict[Any, list[Waiting]] = {}
-        heard = 0.0
+    def _serve(self, rank: int) -> None:
         try:
-            while self._has_work(running):
-                for rank in sorted(set(range(len(calls))) - set(running.values())):
-                    if share := self._next_share():
-                        ref = calls.start(rank, RewardModelRank.do_score, [item.sample for item in share])
-                        running[ref], shares[ref], heard = rank, share, time.monotonic()
-                for ref in calls.ready("score", running, POLL_S, heard):
-                    rank, heard = running[ref], time.monotonic()
-                    results = calls.result(RewardModelRank.do_score, ref, running)
-                    self._add_results(rank, shares[ref], results)
+            while share := self._next_share():
+                samples = [item.sample for item in share]
+                self._add_results(rank, share, self.pool.calls.one(rank, RewardModelRank.do_score, samples))
         except (VerlError, RayError) as error:  # RayError: the connection to the cluster itself
             with self._changed:
-                if self._closing:
+                if self._closing or self._failure is not None:
                     return
                 self._failure = error if isinstance(error, VerlError) else TrainingHalted(str(error))
-            fail(self._unanswered, self._failure)
-
-    def _has_work(self, running: Mapping[Any, int]) -> bool:
-        """Waits until there is some; False at the end."""
-        with self._changed:
-            while not self._waiting and not running and not self._closing:
-                self._changed.wait()
-            return not self._closing
+                self._changed.notify_all()
+                fail(self._unanswered, self._failure)
 
     def _next_share(self) -> list[Waiting]:
+        """Waits until there is one; empty at the end."""
         with self._changed:
-            if not self._waiting:
+            self._changed.wait_for(lambda: self._waiting or self._closing or self._failure)
+            if self._closing or self._failure is not None:
                 return []
             work = [item.work for item in self._waiting]
-            chosen = next_share(work, len(self.pool.actors), self.pool.facts.batch_size)
+            chosen = next_share(work, len(self.pool.actors), self.pool.batch_size)
             share = [self._waiting[position] for position in chosen]
-            taken = set(chosen)
-            self._waiting = [item for at, item in enumerate(self._waiting) if at not in taken]
+            taken = set(share)
+            self._waiting = [item for item in self._waiting if item not in taken]
             return share
 
     def _add_results(self, rank: int, share: list[Waiting], results: Sequence[RewardResult]) -> None:
@@ -232,7 +210,7 @@ class ModelPoolBackend(Backend):
             self.scored[rank] += len(share)
             for call in {item.call for item in share}:
                 known = [result for result in self._unanswered[call] if result is not None]
-                if len(known) == len(self._unanswered[call]):
+                if len(known) == len(self._unanswered[call]) and self._failure is None:
                     del self._unanswered[call]
                     answer(call, known)
 
@@ -261,24 +239,6 @@ def _on_this_node(count: int) -> list[Any]:
     ]
 
 
-@dataclass(frozen=True)
-class ModelSetup:
-    """What every process of the pool is built from."""
-
-    config: Any
-    """The section `reward.reward_model`."""
-    device: str
-    search_path: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    """What the other side needs to share out work."""
-
-    hidden_size: int
-    batch_size: int
-
-
 class RewardModelRank(RPCServer):
     """Loads the model once and scores what it is given."""
 
@@ -289,16 +249,16 @@ class RewardModelRank(RPCServer):
         """The GPUs this process may use, as Ray numbers them."""
         return [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
 
-    def do_build(self, setup: ModelSetup, rank: int) -> ModelFacts:
-        from verl.reward.model import RewardModel
-
+    def do_build(
+        self, config: RewardModelConfig, device: str, search_path: Sequence[str], rank: int
+    ) -> tuple[int, int]:
+        """Load the model; its hidden and batch sizes, by which work is shared out."""
         self.rank = self.watchdog.rank = rank
-        sys.path += [folder for folder in setup.search_path if folder not in sys.path]
-        self._model = RewardModel.from_config(setup.config, setup.device)
+        sys.path += [folder for folder in search_path if folder not in sys.path]
+        self._model = RewardModel.from_config(config, device)
         self._model.onload()
-        config = self._model.model.config
-        text = config.get_text_config() if hasattr(config, "get_text_config") else config
-        return ModelFacts(int(getattr(text, "hidden_size", 1024)), self._model.batch_size)
+        text = self._model.model.config.get_text_config()
+        return int(getattr(text, "hidden_size", 1024)), self._model.batch_size
 
     def do_score(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
         assert self._model is not None

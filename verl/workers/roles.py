@@ -16,7 +16,6 @@ from verl.data.proto import DataProto, object_column
 from verl.errors import ModelError
 from verl.observe.metrics import Metric
 from verl.rollout.base import GenerationSettings, Response, SamplingParams
-from verl.workers.shard_batch import TOKEN_ROW
 
 if TYPE_CHECKING:
     from verl.config.schema import ActorConfig, PPOConfig, RolloutConfig
@@ -25,7 +24,12 @@ if TYPE_CHECKING:
 
 OnFinish = Callable[[int, Any], None]
 """Called with the row in the batch and its response (or conversation), as each finishes."""
-_PREPARED = "prepared."
+TOKEN_ROW = "token_row"
+"""Tensor [B] of a mini-batch whose outputs are kept: the number of each row in the batch of the update."""
+PREPARED = "prepared."
+"""Before the names of columns that the `prepare` of a policy loss computed."""
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "ignore_eos", "raw_log_probs")
+"""Keys of the rollout section that are sampling parameters as they are."""
 _COUNTS = ("dp_size", "batch_num_tokens", "global_batch_size")
 
 
@@ -123,10 +127,7 @@ def joined_outputs(parts: Sequence[Mapping[str, torch.Tensor]], rows: int) -> di
             continue
         # Rows that fill up the share of a rank have the number -1.
         last = {row: at for at, row in enumerate(part[TOKEN_ROW].tolist()) if row >= 0}
-        to, taken = (
-            torch.tensor(list(last), dtype=torch.long),
-            torch.tensor(list(last.values()), dtype=torch.long),
-        )
+        to, taken = torch.tensor([list(last), list(last.values())], dtype=torch.long)
         for name, values in part.items():
             if name != TOKEN_ROW:
                 whole = joined.setdefault(name, torch.full((rows, values.shape[1]), torch.nan))
@@ -163,14 +164,11 @@ class RoleWorker:
         """This micro-batch's share of the loss, and metrics; `denominators` are those of the mini-batch."""
         raise NotImplementedError(f"{type(self).__name__} has no loss")
 
-    def train(self, mini: DataProto, prepared: Mapping[str, torch.Tensor] | None = None) -> dict[str, Metric]:
+    def train(self, mini: DataProto) -> dict[str, Metric]:
         """One optimiser step. `mini` is this rank's share; its meta_info holds the whole mini-batch's counts."""
-        metrics = self.forward_backward(mini, prepared)
-        return {**metrics, **step_metrics(self.name, self.engine.optimizer_step())}
+        return {**self.forward_backward(mini), **step_metrics(self.name, self.engine.optimizer_step())}
 
-    def forward_backward(
-        self, mini: DataProto, prepared: Mapping[str, torch.Tensor] | None = None
-    ) -> dict[str, Metric]:
+    def forward_backward(self, mini: DataProto) -> dict[str, Metric]:
         """Add the gradients of a mini-batch."""
         return self.engine.forward_backward(mini, self.loss)
 
@@ -197,11 +195,7 @@ class ActorRole(RoleWorker):
         out["old_log_probs"] = out.pop("log_probs")
         return {name: out[name] for name in columns}
 
-    def forward_backward(
-        self, mini: DataProto, prepared: Mapping[str, torch.Tensor] | None = None
-    ) -> dict[str, Metric]:
-        # In the batch, so that they are cut into the same micro-batches.
-        mini.batch.update({f"{_PREPARED}{name}": value for name, value in (prepared or {}).items()})
+    def forward_backward(self, mini: DataProto) -> dict[str, Metric]:
         self._gap.reset()
         options = {} if self.teacher is None else {"teacher": self.teacher}
         metrics = self.engine.forward_backward(
@@ -220,7 +214,7 @@ class ActorRole(RoleWorker):
         old_log_prob = tensors.get("old_log_probs", log_prob.detach())
         if "old_log_probs" not in tensors and "rollout_log_probs" in tensors:
             self._gap.add(old_log_prob, tensors["rollout_log_probs"], mask)
-        prepared = {k.removeprefix(_PREPARED): v for k, v in tensors.items() if k.startswith(_PREPARED)}
+        prepared = {k.removeprefix(PREPARED): v for k, v in tensors.items() if k.startswith(PREPARED)}
         with loss_denominators(info):
             loss, found = self.policy_loss(
                 old_log_prob=old_log_prob,
@@ -316,9 +310,8 @@ class TeacherRole(RoleWorker):
         assert isinstance(actor, ActorRole)
         theirs, own = self.engine.info.vocab_size, actor.engine.info.vocab_size
         self._vocabulary = min(theirs, own)
-        if (
-            theirs != own and self._vocabulary < tokens
-        ):  # else only the padding of their output matrices differs
+        if theirs != own and self._vocabulary < tokens:
+            # Else only the padding of their output matrices differs.
             raise ModelError(
                 f"actor_rollout_ref.teacher.path: the teacher has {theirs} tokens, the student {own}, and the "
                 f"tokenizer {tokens}; give a teacher with the student's tokenizer"
@@ -360,18 +353,9 @@ def validation_settings(cfg: RolloutConfig, max_tokens: int) -> GenerationSettin
 
 
 def _sampling(cfg: RolloutConfig, max_tokens: int, **changes: Any) -> SamplingParams:
-    settings: dict[str, Any] = {
-        "temperature": cfg.temperature,
-        "top_p": cfg.top_p,
-        "top_k": cfg.top_k,
-        "min_p": cfg.min_p,
-        "repetition_penalty": cfg.repetition_penalty,
-        "ignore_eos": cfg.ignore_eos,
-        "stop": tuple(cfg.stop),
-        "stop_token_ids": tuple(cfg.stop_token_ids),
-        "raw_log_probs": cfg.raw_log_probs,
-    }
-    return SamplingParams(max_tokens=max_tokens, **{**settings, **changes})
+    settings: dict[str, Any] = {name: getattr(cfg, name) for name in _SAMPLING}
+    settings |= {"stop": tuple(cfg.stop), "stop_token_ids": tuple(cfg.stop_token_ids)}
+    return SamplingParams(max_tokens=max_tokens, **(settings | changes))
 
 
 def rollouts_of(prompts: DataProto, samples: Sequence[Any], n: int, pad_token_id: int) -> DataProto:

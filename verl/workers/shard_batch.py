@@ -14,11 +14,10 @@ import torch
 from verl.algorithms.balance import karmarkar_karp, sequence_work
 from verl.config.parallelism import Layout
 from verl.data.proto import DataProto
+from verl.workers.roles import TOKEN_ROW
 
 Arrays = dict[str, np.ndarray]
 T = TypeVar("T")
-TOKEN_ROW = "token_row"
-"""Tensor [B] of a mini-batch whose outputs are kept: the number of each row in the batch of the update."""
 
 
 def pad_rows(tensors: Mapping[str, torch.Tensor], divisor: int) -> dict[str, torch.Tensor]:

@@ -24,8 +24,7 @@ import torch.distributed as dist
 from verl.errors import RESUME, ConfigError, VerlError, WorkersLost
 from verl.watchdog import Heartbeat, StackWatchdog, format_hang_report
 from verl.workers.local import choose_device
-from verl.workers.rank import join_process_group, use_interface_of
-from verl.workers.rpc_server import Failure
+from verl.workers.rank import Failure, join_process_group, use_interface_of
 
 CONNECT_S = 300.0
 CAUSE_S = 30.0

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from verl.checkpoint import CheckpointManager, PartSettings
 from verl.checkpoint.resume import Found
 from verl.config.capabilities import engine_spec
 from verl.config.parallelism import Layout, engine_size, layout_of, rollout_pool
-from verl.models.weight_source import Adapter, NamedTensors, Names, SourceLogProbs, WeightSource
+from verl.models.weight_source import NamedTensors, Names, SourceLogProbs, WeightSource
 from verl.observe.batch_metrics import ModelSize
 from verl.observe.metrics import Metric
 from verl.rollout.external_engine import RemoteEngine, TPFollower
@@ -34,54 +34,25 @@ from verl.runtime import environment
 from verl.workers.local import LocalGroup
 from verl.workers.own_loss import LossFunction
 from verl.workers.rank import JoinedRank, RankSetup, collective_timeout_s
-from verl.workers.rollout_server import RolloutServer
+from verl.workers.rollout_rank import RolloutServer
 from verl.workers.shard_batch import Arrays, from_arrays, to_arrays
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from verl.config.schema import PPOConfig
     from verl.rollout.base import RolloutEngine
 
 _DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
-class GatheredWeights(WeightSource):
-    """The actor's weights, gathered once for a whole generation: inside `hold`, `module` is no collective."""
-
-    def __init__(self, weights: WeightSource) -> None:
-        self._weights = weights
-        self._module: nn.Module | None = None
-        self.dtype, self.device = weights.dtype, weights.device
-
-    @contextmanager
-    def hold(self) -> Iterator[None]:
-        with self._weights.module() as module:
-            self._module = module
-            try:
-                yield
-            finally:
-                self._module = None
-
-    def module(self) -> AbstractContextManager[nn.Module]:
-        return self._weights.module() if self._module is None else nullcontext(self._module)
-
-    def structure(self) -> AbstractContextManager[nn.Module]:
-        return self._weights.structure()
-
-    def named_tensors(self, names: Names = "hf") -> NamedTensors:
-        return self._weights.named_tensors(names)
-
-    def base_tensors(self, names: Names = "hf") -> NamedTensors:
-        return self._weights.base_tensors(names)
-
-    def adapter(self) -> Adapter | None:
-        return self._weights.adapter()
-
-    def log_probs(
-        self, prompt_ids: Sequence[int], responses: Sequence[Sequence[int]]
-    ) -> SourceLogProbs | None:
-        return self._weights.log_probs(prompt_ids, responses)
+@contextmanager
+def held_module(weights: WeightSource) -> Iterator[None]:
+    """Gather the weights once for a whole generation: inside this block `weights.module()` is no collective."""
+    with weights.module() as module:
+        weights.module = lambda: nullcontext(module)  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            del weights.module  # type: ignore[method-assign]
 
 
 class RankGroup(LocalGroup):
@@ -96,7 +67,7 @@ class RankGroup(LocalGroup):
             model=setup.model,
             run_folder=None if setup.run_folder == Path() else setup.run_folder,
         )
-        self._generation: ExitStack | None = None
+        self._generation = ExitStack()
         self._base_sent = False
 
     def layout(self, role: str) -> Layout:
@@ -108,39 +79,34 @@ class RankGroup(LocalGroup):
     def build_rollout_engine(self, tokenizer: Any) -> RolloutEngine:
         """This rank's engine, or a placeholder where another process has it."""
         rollout, size = self.cfg.actor_rollout_ref.rollout, engine_size(self.cfg)
-        self.gathered = GatheredWeights(self.actor_engine.weights())
         if rollout_pool(self.cfg):
             return RemoteEngine()
         if self._rank % size:
-            return TPFollower(rollout.name, self.gathered, tokenizer, rollout)
+            return TPFollower(rollout.name, self.weights, tokenizer, rollout)
         shared = self._devices[self._rank : self._rank + size]
         visible = {_DEVICES: ",".join(shared)} if shared and size > 1 and self.device.type == "cuda" else {}
         with environment(visible):  # for the processes of the engine; this one has its own GPU already
-            return self._engine_over(self.gathered, tokenizer)
+            return super().build_rollout_engine(tokenizer)
 
     def sync_weights(self) -> dict[str, float]:
         copied = engine_spec(self.cfg.actor_rollout_ref.rollout.name).owns_weights
         # Where the config keeps weights in host memory they are brought for as long as copying takes, and no longer.
         with self.resident("actor", optimizer=False) if copied else nullcontext():
             self._free_cached_memory()
-            self.rollout.update_weights(self.gathered, self.policy_version)
-        return self.rollout.stats().weight_sync
+            return super().sync_weights()
+
+    @contextmanager
+    def waking(self) -> Iterator[None]:
+        copied = engine_spec(self.cfg.actor_rollout_ref.rollout.name).owns_weights
+        with nullcontext() if copied else held_module(self.weights):
+            self._free_cached_memory()
+            yield
 
     def open_generation(self) -> None:
-        with ExitStack() as stack:
-            stack.enter_context(self.resident("actor", optimizer=False))
-            if not engine_spec(self.cfg.actor_rollout_ref.rollout.name).owns_weights:
-                stack.enter_context(self.gathered.hold())
-            self._free_cached_memory()
-            self.rollout.wake()
-            if self.cfg.actor_rollout_ref.rollout.free_cache_engine:
-                stack.callback(self.rollout.sleep)
-            self._generation = stack.pop_all()
+        self._generation.enter_context(self.generating())
 
     def close_generation(self) -> None:
-        if self._generation is not None:
-            self._generation.close()
-            self._generation = None
+        self._generation.close()
 
     def _free_cached_memory(self) -> None:
         """An engine in other processes cannot use what torch caches: free it on every GPU the engine shares, before the
@@ -163,7 +129,7 @@ class RankGroup(LocalGroup):
 
     def model_info(self) -> ModelInfo:
         """What such a process has to know of the model."""
-        info = model_info(self.actor_engine.weights(), None)
+        info = model_info(self.weights, None)
         return info if self.separate_adapter else replace(info, lora_rank=0)
 
     def adapter(self) -> Any:
@@ -175,23 +141,22 @@ class RankGroup(LocalGroup):
         """Every weight, gathered one at a time by all ranks together. With a separate adapter, the base weights (once,
         they never change), then the adapter. External engines know the names of the model's files, our own those of the
         module."""
-        weights = self.actor_engine.weights()
         names: Names = "hf" if engine_spec(self.cfg.actor_rollout_ref.rollout.name).owns_weights else "module"
         with self.resident("actor", optimizer=False):
-            adapter = weights.adapter() if self.separate_adapter else None
+            adapter = self.weights.adapter() if self.separate_adapter else None
             if adapter is not None:
-                base = [] if self._base_sent else [weights.base_tensors(names)]
+                base = [] if self._base_sent else [self.weights.base_tensors(names)]
                 yield [*base, adapter.named_tensors]
                 self._base_sent = True
             else:
-                yield [weights.named_tensors(names)]
+                yield [self.weights.named_tensors(names)]
 
     def probe(
         self, prompt: tuple[int, ...], answers: list[tuple[tuple[int, ...], ...]]
     ) -> list[SourceLogProbs | None]:
         """The trainer's own log-probs of what engines elsewhere drew after `prompt`."""
         with self.resident("actor", optimizer=False):
-            return [self.actor_engine.weights().log_probs(prompt, rows) for rows in answers]
+            return [self.weights.log_probs(prompt, rows) for rows in answers]
 
 
 @dataclass(frozen=True)
@@ -207,24 +172,14 @@ class RankInfo:
 class TrainRank(JoinedRank, RolloutServer):
     """One rank of reinforcement learning: all roles, and a rollout engine where there is one."""
 
-    _group: RankGroup | None = None
-    _checkpoints: CheckpointManager | None = None
+    group: RankGroup
+    checkpoints: CheckpointManager
     _broadcast: Broadcast | None = None
 
     def __init__(self, rank: int, world_size: int = 1) -> None:
         super().__init__(rank, world_size)
         self._profile = ExitStack()
         self._opened: dict[Any, CheckpointManager] = {}
-
-    @property
-    def group(self) -> RankGroup:
-        assert self._group is not None
-        return self._group
-
-    @property
-    def checkpoints(self) -> CheckpointManager:
-        assert self._checkpoints is not None
-        return self._checkpoints
 
     def method(self, call: str) -> Callable[..., Any]:
         """One of its own, or of the group."""
@@ -234,16 +189,14 @@ class TrainRank(JoinedRank, RolloutServer):
     def do_build(self, setup: RankSetup[PPOConfig]) -> RankInfo:
         """Join the process group and load this rank's shard of the models."""
         self.join(setup)
-        self._group = RankGroup(setup, self.rank)
+        self.group = RankGroup(setup, self.rank)
+        self.host(self.group.rollout)
         if setup.run_folder != Path():
-            self._checkpoints = CheckpointManager.from_config(setup.cfg, setup.run_folder)
+            self.checkpoints = CheckpointManager.from_config(setup.cfg, setup.run_folder)
         self._tokenizer = setup.tokenizer
         if not rollout_pool(setup.cfg):
             return RankInfo(self.group.model_size())
         return RankInfo(self.group.model_size(), self.group.model_info(), self.group.adapter())
-
-    def rollout_engine(self) -> RolloutEngine:
-        return self.group.rollout
 
     # -- forward passes and updates -----------------------------------------------------------------------------
 
@@ -253,25 +206,10 @@ class TrainRank(JoinedRank, RolloutServer):
         return to_arrays(found.batch) if self.group.layout(role).reports(self.rank) else {}
 
     def do_train(
-        self, role: str, part: Arrays, prepared: Arrays, meta: Mapping[str, Any]
+        self, role: str, part: Arrays, meta: Mapping[str, Any], loss: str | LossFunction | None, step: bool
     ) -> dict[str, Metric]:
-        metrics = self.group.train(role, from_arrays(part, meta), from_arrays(prepared).batch)
-        return self._reported(role, metrics)
-
-    def do_forward_backward(
-        self,
-        role: str,
-        part: Arrays,
-        prepared: Arrays,
-        meta: Mapping[str, Any],
-        loss: str | LossFunction | None,
-    ) -> dict[str, Metric]:
-        mini = from_arrays(part, meta)
-        metrics = self.group.forward_backward(role, mini, from_arrays(prepared).batch, loss)
-        return self._reported(role, metrics)
-
-    def _reported(self, role: str, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-        """As they are sent; none where another rank answers for the same rows."""
+        """Metrics as they are sent; none where another rank answers for the same rows."""
+        metrics = self.group.train(role, from_arrays(part, meta), loss=loss, step=step)
         layout = self.group.layout(role)
         if not layout.reports(self.rank):
             return {}
@@ -299,14 +237,6 @@ class TrainRank(JoinedRank, RolloutServer):
             self._profile.close()
         else:
             self._profile.enter_context(self.group.profile(step, run_folder))
-
-    # -- generation ---------------------------------------------------------------------------------------------
-
-    def do_open_generation(self) -> None:
-        self.group.open_generation()
-
-    def do_close_generation(self) -> None:
-        self.group.close_generation()
 
     # -- weights for processes that only generate ---------------------------------------------------------------
 
@@ -341,7 +271,7 @@ class TrainRank(JoinedRank, RolloutServer):
             self._opened[key] = CheckpointManager(folder, settings, **options)
             if began is not None:
                 self._opened[key].start_from(began)
-        self._checkpoints = self._opened[key]
+        self.checkpoints = self._opened[key]
 
     def do_rehearse_save(self, state: Mapping[str, Any]) -> None:
         self.checkpoints.rehearse(self.group.checkpoint_parts(), state, tokenizer=self._tokenizer)
@@ -366,6 +296,6 @@ class TrainRank(JoinedRank, RolloutServer):
         return self.checkpoints.wait(), self.checkpoints.failure
 
     def do_close(self) -> None:
-        if self._group is not None:
-            self._group.close()
-            self._group = None
+        if hasattr(self, "group"):
+            self.group.close()
+            del self.group

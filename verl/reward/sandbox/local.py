@@ -27,7 +27,7 @@ from pathlib import Path
 
 import psutil
 
-from verl import processes
+from verl import memory, processes
 from verl.config.sections.reward import SandboxConfig
 from verl.errors import RewardError
 from verl.reward.sandbox import End, Outcome, Program, seccomp
@@ -136,7 +136,7 @@ def _run(program: Program, limits: SandboxConfig, isolated: bool) -> Outcome:
     with contextlib.ExitStack() as stack:
         started_here, started_there = _pipe(stack)
         info_here, info_there = _pipe(stack)
-        cgroup = processes.MemoryCgroup.create(limits.memory_limit_mb << 20, limits.max_processes)
+        cgroup = memory.MemoryCgroup.create(limits.memory_limit_mb << 20, limits.max_processes)
         cgroup_fd = None
         if cgroup is not None:
             stack.callback(cgroup.close)
@@ -417,5 +417,5 @@ def describe() -> str:
     isolation = f"no isolation ({problem})"
     if problem is None:
         isolation = f"bubblewrap works, {'with' if seccomp.program() else 'without'} a system call filter"
-    without = "a check every 0.1 s (no cgroup v2 to create groups in)"
-    return f"{isolation}; memory is limited by {'a cgroup' if processes.cgroup_parent() else without}"
+    limit = "a cgroup" if memory.cgroup_parent() else "a check every 0.1 s (no cgroup v2 to create groups in)"
+    return f"{isolation}; memory is limited by {limit}"
