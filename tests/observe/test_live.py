@@ -17,7 +17,7 @@ from rich.console import Console
 from tests.scraping import scraping
 from tests.tiny_run import tiny_run
 from verl.agents.base import ToolRecord
-from verl.agents.sessions import counted_call
+from verl.agents.episode import counted_call
 from verl.config.load import load_ppo_config
 from verl.errors import RolloutError
 from verl.observe.console import StepConsole, StepProgress
