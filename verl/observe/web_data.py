@@ -128,10 +128,11 @@ class RunData:
             if not index.version:
                 index.refresh()
             columns = index.step(step)
+            uids = list(index.uids)
         rows = np.flatnonzero(columns.rows["uid"] == code).tolist() if columns else []
         if columns is None or not rows:
             raise KeyError(code)
-        return _group(index, columns, code, rows, self._tokens(index, kind, step))
+        return _group(index, columns, uids[code], rows, self._tokens(index, kind, step))
 
     def search(self, kind: str, text: str) -> dict[str, Any]:
         """The rows of the index that contain a text."""
@@ -154,10 +155,11 @@ class RunData:
             return
         tokens = self._tokens(index, kind, step, left_out=not with_tokens)
         rows: dict[int, list[int]] = {}
+        uids = list(index.uids)
         for row, code in enumerate(columns["uid"]):
             rows.setdefault(code, []).append(row)
         for code, chosen in rows.items():
-            yield f"{step}/{code}", _group(index, columns, code, chosen, tokens)
+            yield f"{step}/{code}", _group(index, columns, uids[code], chosen, tokens)
 
 
 class WebData:
@@ -225,7 +227,7 @@ def dumps(value: Any) -> bytes:
 
 
 def _group(
-    index: SampleIndex, columns: StepColumns, code: int, rows: list[int], tokens: StepTokens
+    index: SampleIndex, columns: StepColumns, uid: str, rows: list[int], tokens: StepTokens
 ) -> dict[str, Any]:
     found, shown = [], 0
     for line, sample in index.rows(columns, rows):
@@ -234,7 +236,7 @@ def _group(
         found.append({**_response(line, sample), "tokens": own})
     return {
         "step": columns.step,
-        "uid": index.uids.names[code],
+        "uid": uid,
         "tokens": any(row["tokens"] is not None for row in found),
         "tokens_note": tokens.note,
         "rows": found,
