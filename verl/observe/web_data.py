@@ -25,15 +25,7 @@ from verl.observe.run_facts import (
     parent_folder,
 )
 from verl.observe.run_folder import expanded, read_lineage
-from verl.observe.run_reader import (
-    KINDS,
-    Run,
-    notices,
-    open_run,
-    read_crash,
-    refuse_links_out,
-    state_of,
-)
+from verl.observe.run_reader import KINDS, Run, notices, open_run, read_crash, refuse_links_out, state_of
 from verl.observe.sample_index import SampleIndex, StepColumns
 from verl.observe.token_table import COLUMNS, TokenFile
 from verl.observe.trace import timeline
