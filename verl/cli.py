@@ -99,10 +99,8 @@ def _usage(unknown: str | None) -> str:
     lines = [] if unknown is None else [f"error: unknown command {unknown!r}", ""]
     lines += ["usage: verl COMMAND ...", ""]
     for name, entry in PROGRAMS.items():
-        about = (
-            entry[1] if isinstance(entry, tuple) else "; ".join(f"{k}: {a}" for k, (_, a) in entry.items())
-        )
-        lines.append(f"  {name:10} {about}")
+        about = [entry[1]] if isinstance(entry, tuple) else [f"{k}: {a}" for k, (_, a) in entry.items()]
+        lines.append(f"  {name:10} {'; '.join(about)}")
     lines += [
         "  completion completion of commands and keys in bash, zsh and fish: verl completion --help",
         "  --version  the versions that matter in a bug report",

@@ -26,20 +26,6 @@ _PROBE_BYTES = 1 << 18
 Fingerprint = tuple[int, int, int]
 
 
-class Names:
-    """Numbers for texts that repeat, in the order of their first appearance."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-        self._codes: dict[str, int] = {}
-
-    def code(self, name: str) -> int:
-        known = self._codes.setdefault(name, len(self.names))
-        if known == len(self.names):
-            self.names.append(name)
-        return known
-
-
 _ROW = np.dtype(
     [
         *((name, np.int64) for name in ("line", "offset", "uid", "finish", "source", "turns")),
@@ -68,7 +54,10 @@ class SampleIndex:
 
     def __init__(self, files: SampleFiles) -> None:
         self.files = files
-        self.uids, self.finishes, self.sources = Names(), Names(), Names()
+        self.uids: dict[str, int] = {}
+        """Numbers of texts that repeat, in the order of their first appearance; likewise those below."""
+        self.finishes: dict[str, int] = {}
+        self.sources: dict[str, int] = {}
         self.steps: dict[int, StepColumns] = {}
         """What `refresh` or `read_step` read, by step."""
         self.left_out = ""
@@ -128,7 +117,7 @@ class SampleIndex:
                     line, offset, uid = columns.rows[["line", "offset", "uid"]][row].tolist()
                     file.seek(offset)
                     sample = parse_row(file.readline(LINE_BYTES))
-                    if sample is not None and uid_of(sample, line) == self.uids.names[uid]:
+                    if sample is not None and self.uids.get(uid_of(sample, line)) == uid:
                         yield line, sample
         except (OSError, ValueError):
             return
@@ -147,13 +136,13 @@ class SampleIndex:
             "count": sum(len(columns.rows) for columns in steps),
             "step": [columns.step for columns in steps for _ in columns.rows],
             "line": joined("line"),
-            "uid": {"names": self.uids.names, "codes": joined("uid")},
+            "uid": {"names": list(self.uids), "codes": joined("uid")},
             "score": numbers("score", 12),
             "advantage": numbers("advantage", 6),
             "length": numbers("length", 12),
             "turns": joined("turns"),
-            "finish": {"names": self.finishes.names, "codes": joined("finish")},
-            "source": {"names": self.sources.names, "codes": joined("source")},
+            "finish": {"names": list(self.finishes), "codes": joined("finish")},
+            "source": {"names": list(self.sources), "codes": joined("source")},
             "error": [int(failed) for failed in joined("error")],
             "left_out": self.left_out,
         }
@@ -169,10 +158,9 @@ class SampleIndex:
             rows = {line: row for row, line in enumerate(columns["line"])}
             for number, _, line in _lines(self._path(columns.step)):
                 skipped = plain and line.isascii() and b"\\" not in line and needle not in line.lower()
-                if number in rows and not skipped and (sample := parse_row(line)) is not None:
-                    uid = self.uids.names[columns.rows["uid"][rows[number]]]
-                    if wanted in searchable(uid, sample).casefold():
-                        matches.append(first + rows[number])
+                sample = parse_row(line) if number in rows and not skipped else None
+                if sample is not None and wanted in searchable(uid_of(sample, number), sample).casefold():
+                    matches.append(first + rows[number])
             first += len(rows)
         return matches
 
@@ -189,9 +177,9 @@ class SampleIndex:
             yield (
                 number,
                 offset,
-                self.uids.code(uid_of(sample, number)),
-                self.finishes.code(_text(sample.get("finish_reason"))),
-                self.sources.code(_text(sample.get("data_source"))),
+                self.uids.setdefault(uid_of(sample, number), len(self.uids)),
+                self.finishes.setdefault(_text(sample.get("finish_reason")), len(self.finishes)),
+                self.sources.setdefault(_text(sample.get("data_source")), len(self.sources)),
                 len(turns) if isinstance(turns, list) else 0,
                 sample.get("error") is not None,
                 *(number_or_nan(sample.get(name)) for name in ("score", "advantage", "length")),

@@ -25,15 +25,7 @@ from verl.observe.run_facts import (
     parent_folder,
 )
 from verl.observe.run_folder import expanded, read_lineage
-from verl.observe.run_reader import (
-    KINDS,
-    Run,
-    notices,
-    open_run,
-    read_crash,
-    refuse_links_out,
-    state_of,
-)
+from verl.observe.run_reader import KINDS, Run, notices, open_run, read_crash, refuse_links_out, state_of
 from verl.observe.sample_index import SampleIndex, StepColumns
 from verl.observe.token_table import COLUMNS, TokenFile
 from verl.observe.trace import timeline
@@ -128,10 +120,11 @@ class RunData:
             if not index.version:
                 index.refresh()
             columns = index.step(step)
+            uids = list(index.uids)
         rows = np.flatnonzero(columns.rows["uid"] == code).tolist() if columns else []
         if columns is None or not rows:
             raise KeyError(code)
-        return _group(index, columns, code, rows, self._tokens(index, kind, step))
+        return _group(index, columns, uids[code], rows, self._tokens(index, kind, step))
 
     def search(self, kind: str, text: str) -> dict[str, Any]:
         """The rows of the index that contain a text."""
@@ -154,10 +147,11 @@ class RunData:
             return
         tokens = self._tokens(index, kind, step, left_out=not with_tokens)
         rows: dict[int, list[int]] = {}
+        uids = list(index.uids)
         for row, code in enumerate(columns["uid"]):
             rows.setdefault(code, []).append(row)
         for code, chosen in rows.items():
-            yield f"{step}/{code}", _group(index, columns, code, chosen, tokens)
+            yield f"{step}/{code}", _group(index, columns, uids[code], chosen, tokens)
 
 
 class WebData:
@@ -225,7 +219,7 @@ def dumps(value: Any) -> bytes:
 
 
 def _group(
-    index: SampleIndex, columns: StepColumns, code: int, rows: list[int], tokens: StepTokens
+    index: SampleIndex, columns: StepColumns, uid: str, rows: list[int], tokens: StepTokens
 ) -> dict[str, Any]:
     found, shown = [], 0
     for line, sample in index.rows(columns, rows):
@@ -234,7 +228,7 @@ def _group(
         found.append({**_response(line, sample), "tokens": own})
     return {
         "step": columns.step,
-        "uid": index.uids.names[code],
+        "uid": uid,
         "tokens": any(row["tokens"] is not None for row in found),
         "tokens_note": tokens.note,
         "rows": found,

@@ -35,11 +35,7 @@ _MIXED = re.compile(r"^([-+]?)(\d+)\\frac\{(\d+)\}\{(\d+)\}$")
 
 
 def compute_score(
-    solution_str: str,
-    ground_truth: Any,
-    score: float = 1.0,
-    format_score: float = 0.0,
-    symbolic: bool = True,
+    solution_str: str, ground_truth: Any, score: float = 1.0, format_score: float = 0.0, symbolic: bool = True
 ) -> dict[str, Any]:
     """`score` for the right boxed answer, `format_score` for a wrong one in a box, 0 without a box."""
     answer = last_boxed(solution_str)
