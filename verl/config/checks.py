@@ -106,7 +106,7 @@ def _replaced(config: AnyConfig, name: str) -> bool:
     """Required keys that another setting makes unnecessary."""
     if not isinstance(config, PPOConfig) or name != "data.train_files":
         return False
-    return bool(config.data.mixture or config.trainer.val_only)
+    return bool(config.own_loop or config.data.mixture or config.trainer.val_only)
 
 
 def _name_errors(key: Key, value: Any) -> list[str]:
@@ -228,7 +228,7 @@ def _ppo_errors(config: PPOConfig, plan: RunPlan) -> list[str]:
 def _training_errors(config: PPOConfig, plan: RunPlan) -> list[str]:
     """What only a run that trains needs."""
     rollout, algorithm = config.actor_rollout_ref.rollout, config.algorithm
-    errors = _batch_errors(config, plan)
+    errors = [] if config.own_loop else _batch_errors(config, plan)
     comparing = [method for method in methods_of(config) if method.compares_responses]
     if any(not method.reads_advantages for method in methods_of(config)):
         comparing = [method for method in comparing if method.key != ADV_ESTIMATOR]

@@ -122,9 +122,7 @@ class ExternalLoader:
     def _prompts(self, batch: Any, name: str) -> DataProto:
         if isinstance(batch, DataProto):
             return batch
-        dataset = self._rows(batch)
-        positions = range(len(dataset))
-        return dataset.batch(positions, [f"{name}-{position}" for position in positions])
+        return all_rows(self._rows(batch), name)
 
     def _rows(self, batch: Any) -> RLDataset:
         rows = rows_of(batch, self._config.prompt_key)
@@ -141,6 +139,12 @@ class ExternalLoader:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
+
+
+def all_rows(dataset: RLDataset, name: str) -> DataProto:
+    """One batch of all rows, whose uids begin with `name`."""
+    positions = range(len(dataset))
+    return dataset.batch(positions, [f"{name}-{position}" for position in positions])
 
 
 def _of_rows(batches: Any) -> Any:

@@ -55,12 +55,13 @@ class LocalGroup(WorkerGroup):
         optimizer: torch.optim.Optimizer | None = None,
         run_folder: Path | None = None,
     ) -> None:
-        """`training_steps`: None where schedules need no end; `model`, `optimizer`: a user's own."""
+        """`tokenizer`: None where nothing is generated here; `training_steps`: None where schedules need no end;
+        `model`, `optimizer`: a user's own."""
         super().__init__(cfg)
         self._run_folder = run_folder
         self._steps, self._optimizer = training_steps, optimizer
         self.device = choose_device(cfg.trainer.device)
-        self._tokens = len(tokenizer)
+        self._tokens = 0 if tokenizer is None else len(tokenizer)
         self._workers: dict[str, RoleWorker] = {}
         self._other_losses: dict[str, ActorRole] = {}
         # Copies of a handed-in module are taken first: the actor's engine prepares the module for training.
@@ -142,6 +143,10 @@ class LocalGroup(WorkerGroup):
 
     def build_rollout_engine(self, tokenizer: Any) -> RolloutEngine:
         """The engine that generates from the actor."""
+        if tokenizer is None:
+            from verl.rollout.external_engine import RemoteEngine
+
+            return RemoteEngine()
         return self._engine_over(self.actor_engine.weights(), tokenizer)
 
     def _engine_over(self, source: WeightSource, tokenizer: Any) -> RolloutEngine:
@@ -254,4 +259,6 @@ class LocalGroup(WorkerGroup):
 
 
 def pad_id(tokenizer: Any) -> int:
+    if tokenizer is None:
+        return 0
     return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)

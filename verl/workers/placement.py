@@ -36,6 +36,7 @@ from verl.workers.local import LocalGroup
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.optim import Optimizer
 
     from verl.config.schema import GenerationConfig, OfflineConfig, PPOConfig
     from verl.reward.base import Backend
@@ -55,14 +56,17 @@ def build_group(
     training_steps: int | None,
     run_folder: Path | None,
     model: nn.Module | None = None,
+    optimizer: Optimizer | None = None,
 ) -> LocalGroup | RayGroup:
-    """The worker group that `trainer.n_gpus_per_node` and `trainer.nnodes`, and those of rollout, ask for."""
+    """The worker group that `trainer.n_gpus_per_node` and `trainer.nnodes`, and those of rollout, ask for. `optimizer`:
+    a user's own, over the parameters of `model`."""
     if world_size(cfg) == 1 and not rollout_pool(cfg):
         return LocalGroup(
             cfg,
             tokenizer,
             training_steps=training_steps,
             model=model,
+            optimizer=optimizer,
             run_folder=run_folder,
         )
     require_ray(cfg)
