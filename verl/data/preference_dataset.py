@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
+from verl.config.methods import PREFERENCE_LOSS, find_method
 from verl.config.sections.preference import PreferenceAlgorithmConfig
 from verl.data.columns import as_number, require_column
 from verl.data.conversations import Row, pair_rows
@@ -40,7 +41,8 @@ Use = Literal["pairs", "kto", "reward"]
 def use_of(config: PreferenceConfig) -> Use:
     algorithm = getattr(config, "algorithm", None)
     if isinstance(algorithm, PreferenceAlgorithmConfig):
-        return "kto" if algorithm.loss == "kto" else "pairs"
+        method = find_method(PREFERENCE_LOSS, algorithm.loss)
+        return "pairs" if method is None or method.compares_responses else "kto"
     return "reward"
 
 
