@@ -4,7 +4,8 @@ ranks on Ray."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,16 +19,15 @@ from verl.config.schema import DPOConfig, PreferenceConfig, RewardTrainingConfig
 from verl.data.preference_dataset import preference_loader, use_of
 from verl.data.sft_dataset import sft_loader
 from verl.data.tokenizer import load_tokenizer, warn_of_vocabulary
-from verl.errors import CheckpointError
+from verl.errors import ConfigError
 from verl.observe.findings import Finding, read_findings
 from verl.observe.health import HealthMonitor
 from verl.observe.live import live
 from verl.observe.metrics import Timer
 from verl.observe.profiling import profiled
 from verl.runtime import quiet_transformers, seed_everything
-from verl.trainer.early_stop import EarlyStop
 from verl.trainer.reward_padding import set_padding
-from verl.trainer.setup import fit_to, whole_number
+from verl.trainer.setup import fit_to
 from verl.workers.offline import OfflineRole, RewardRole, SFTRole
 from verl.workers.placement import require_ray
 from verl.workers.preference import PreferenceRole
@@ -35,6 +35,7 @@ from verl.workers.rank import JoinedRank, RankSetup
 
 if TYPE_CHECKING:
     from verl.config.schema import OfflineConfig
+    from verl.config.sections.trainer import OfflineTrainerConfig
     from verl.data.loader import Loader
     from verl.data.proto import DataProto
     from verl.watchdog import StackWatchdog
@@ -112,6 +113,65 @@ def timed(batches: Iterable[DataProto]) -> Iterator[tuple[DataProto, dict[str, f
         if batch is None:
             return
         yield batch, timer.metrics()
+
+
+@dataclass
+class EarlyStop:
+    """Counts validations in a row that are no better than the best. Without `patience` it never ends a run."""
+
+    metric: str
+    mode: str
+    patience: int | None
+    best: float | None = None
+    best_step: int = 0
+    waited: int = 0
+
+    @classmethod
+    def from_config(cls, trainer: OfflineTrainerConfig) -> EarlyStop:
+        return cls(trainer.keep_best or "", trainer.keep_best_mode, trainer.early_stop_patience)
+
+    def improves(self, metrics: Mapping[str, float]) -> bool:
+        """Whether this validation is better than all before; one that is not a number is not."""
+        if self.metric not in metrics:
+            measured = ", ".join(sorted(name for name in metrics if name.startswith("val/")))
+            raise ConfigError(
+                f"trainer.early_stop_patience={self.patience} needs trainer.keep_best={self.metric}, which validation "
+                f"does not measure; measured: {measured}"
+            )
+        value = metrics[self.metric]
+        if math.isnan(value) or self.best is None:
+            return not math.isnan(value)
+        return value < self.best if self.mode == "min" else value > self.best
+
+    def add(self, step: int, metrics: Mapping[str, float], improved: bool) -> None:
+        """Count a validation; `improved` as all ranks agreed."""
+        if improved:
+            self.best, self.best_step, self.waited = metrics[self.metric], step, 0
+        else:
+            self.waited += 1
+
+    @property
+    def reached(self) -> bool:
+        return self.patience is not None and self.waited >= self.patience
+
+    def notice(self, step: int) -> str:
+        best = "none was a number"
+        if self.best is not None:
+            best = f"the best was {self.best:.6g} at step {self.best_step}"
+        return (
+            f"ended early after step {step}: {self.metric} has not improved in {self.waited} validations ({best}). To "
+            "continue, start again with a larger trainer.early_stop_patience"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        counted = {} if self.best is None else {"best": self.best, "best_step": self.best_step}
+        return {"metric": self.metric, "mode": self.mode, "waited": self.waited, **counted}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue counting; the count of another metric is dropped."""
+        if (state.get("metric"), state.get("mode")) == (self.metric, self.mode):
+            self.best, self.best_step = state.get("best"), state.get("best_step", 0)
+            self.waited = state["waited"]
 
 
 class OfflineLoop:
@@ -257,17 +317,13 @@ class OfflineLoop:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken; where it cannot be used, nothing changes."""
-        step = whole_number(state, "step")
-        if not isinstance(state.get("metrics", {}), dict):
-            raise CheckpointError("its metrics are no mapping")
         early_stop = EarlyStop.from_config(self.cfg.trainer)
         early_stop.load_state_dict(state.get("early_stop", {}))
         health = HealthMonitor(self.cfg)
         if "health" in state:
             health.load_state_dict(state["health"])
-        self.data.train.load_state_dict(
-            state["loader"]
-        )  # the last that may refuse; it changes all or nothing
+        step = int(state["step"])
+        self.data.train.load_state_dict(state["loader"])  # the last to refuse: it changes all or nothing
         self.step_number, self.early_stop, self.health = step, early_stop, health
 
     def request_stop(self) -> None:

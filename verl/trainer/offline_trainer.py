@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterable
 from contextlib import closing
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl.errors import RESUME, ConfigError
@@ -154,7 +155,6 @@ def run_once(
         record_config,
         require_profiled_steps,
         require_saved,
-        run_path,
         try_write_report,
     )
     from verl.workers.rank import record_rank_phases
@@ -163,9 +163,10 @@ def run_once(
     trainer = cfg.trainer
     require_profiled_steps(trainer, data.total_steps)
     if monitor is not None and monitor.job.rank > 0:
-        record_rank_phases(run_path(trainer), monitor.job.rank)
+        path = Path(trainer.default_local_dir).absolute()
+        record_rank_phases(path, monitor.job.rank)
         with (
-            closing(build_loop(cfg, data, run_path(trainer), monitor.watchdog)) as follower,
+            closing(build_loop(cfg, data, path, monitor.watchdog)) as follower,
             stop.stops(follower),
         ):
             for _ in follower.run():

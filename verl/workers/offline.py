@@ -81,7 +81,9 @@ class OfflineRole(ABC):
         found = self.engine.forward_backward(self.shard(batch)[0], self.loss)
         update = self.engine.optimizer_step()
         self._offload()
-        sums = self.reported_sums([float(found[name].value) if name in found else 0.0 for name in self.names])
+        values = [float(found[name].value) if name in found else 0.0 for name in self.names]
+        # Ranks that work on the same rows count once.
+        sums = self._sum(values if self._layout.reports(self.rank) else [0.0] * len(values))
         return {
             **{f"train/{name}": value for name, value in zip(self.names, sums, strict=True)},
             "train/grad_norm": float(update["grad_norm"]),
@@ -133,10 +135,6 @@ class OfflineRole(ABC):
         counts = {**batch.meta_info, **batch_counts(batch.batch["response_mask"]), "dp_size": shards}
         tensors = {name: tensor[rows] for name, tensor in padded.items()}
         return DataProto.from_dict(tensors=tensors, meta_info=counts), rows
-
-    def reported_sums(self, numbers: Sequence[float]) -> list[float]:
-        """The sums over shards: ranks that work on the same rows count once."""
-        return self._sum(numbers if self._layout.reports(self.rank) else [0.0] * len(numbers))
 
     def _sum(self, numbers: Sequence[float]) -> list[float]:
         if self._heartbeat is None:

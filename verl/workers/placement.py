@@ -30,7 +30,6 @@ from verl.errors import (
     WorkersLost,
     missing_package,
 )
-from verl.observe.run_folder import default_run_path
 from verl.runtime import StopRequest
 from verl.workers.local import LocalGroup
 
@@ -261,7 +260,6 @@ def _fit(cfg: PPOConfig | OfflineConfig) -> None:
 def _resume_own_checkpoint(cfg: PPOConfig | OfflineConfig, started: float) -> None:
     """Whatever the first start began from, a restart begins from what this run has saved."""
     trainer = cfg.trainer
-    folder = trainer.default_local_dir or default_run_path(trainer.project_name, trainer.experiment_name)
-    tracker = Path(folder) / TRACKER
+    tracker = Path(trainer.default_local_dir) / TRACKER
     if trainer.resume_mode != "auto" and tracker.is_file() and tracker.stat().st_mtime >= started:
         trainer.resume_mode = "auto"
