@@ -27,11 +27,11 @@ from verl.config.sources import set_path
 from verl.errors import CheckpointError, ConfigError, DataError, VerlError
 from verl.observe.background import Tracker
 from verl.observe.jsonl import dumps
-from verl.observe.run_folder import expanded
+from verl.observe.run_folder import expanded, read_lineage
 from verl.observe.run_reader import Run
 from verl.runtime import exits_as_errors
 from verl.trainer.compare import ENGINE_LOG_PROBS, NUMERICS, Comparison, Files, compare, metrics_differ
-from verl.trainer.recorded import Recorded, open_recorded
+from verl.trainer.fork import Recorded, open_recorded
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ def first_checkpoint(recorded: Recorded, step: int, asked: int | None) -> Path |
         return recorded.checkpoint(asked).path
     if asked is None and (newest := newest_complete(recorded.path, below=step)) is not None:
         return newest.path
-    lineage = recorded.lineage
+    lineage = read_lineage(recorded.path)
     if lineage is not None:
         raise DataError(
             f"{recorded.path} was forked from {lineage.parent_name} after step {lineage.step}, so it cannot be "
