@@ -22,7 +22,6 @@ from verl.observe.metrics import Metric
 from verl.observe.profiling import profiled
 from verl.rollout import build_rollout
 from verl.workers.group import WorkerGroup
-from verl.workers.own_loss import LossFunction, engine_loss
 from verl.workers.roles import ActorRole, Kept, RoleWorker
 
 if TYPE_CHECKING:
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from verl.config.schema import PPOConfig
     from verl.engines.base import TrainEngine
     from verl.rollout.base import RolloutEngine
+    from verl.workers.own_loss import LossFunction
 
 
 def choose_device(wanted: str) -> torch.device:
@@ -189,6 +189,8 @@ class LocalGroup(WorkerGroup):
     ) -> dict[str, Metric]:
         worker = self._workers[role]
         if callable(loss):
+            from verl.workers.own_loss import engine_loss
+
             function, temperature = engine_loss(loss, self.cfg), mini.meta_info["temperature"]
             return worker.engine.forward_backward(mini, function, temperature=temperature)
         if loss is not None and loss not in self._other_losses:

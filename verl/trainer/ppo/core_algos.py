@@ -24,6 +24,7 @@ from verl.config.methods import (
     get_adv_estimator_fn,
     get_policy_loss_fn,
     get_policy_loss_prepare,
+    policy_loss_names,
     register_adv_est,
     register_policy_loss,
 )
@@ -116,14 +117,9 @@ def compute_remax_outcome_advantage(
     return advantages.remax(token_level_rewards, response_mask, reward_baselines)
 
 
-compute_policy_loss_vanilla = get_policy_loss_fn("vanilla")
-compute_policy_loss_gspo = get_policy_loss_fn("gspo")
-compute_policy_loss_sapo = get_policy_loss_fn("sapo")
-compute_policy_loss_cispo = get_policy_loss_fn("cispo")
-compute_policy_loss_gpg = get_policy_loss_fn("gpg")
-compute_policy_loss_clip_cov = get_policy_loss_fn("clip_cov")
-compute_policy_loss_kl_cov = get_policy_loss_fn("kl_cov")
-compute_policy_loss_geo_mean = get_policy_loss_fn("geo_mean")
-compute_policy_loss_dppo_tv = get_policy_loss_fn("dppo_tv")
-compute_policy_loss_dppo_kl = get_policy_loss_fn("dppo_kl")
-compute_policy_loss_dro = get_policy_loss_fn("dro")
+def __getattr__(name: str) -> Callable[..., Any]:
+    """`compute_policy_loss_NAME` of any policy loss."""
+    prefix, _, loss = name.partition("compute_policy_loss_")
+    if prefix or loss not in policy_loss_names():
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return get_policy_loss_fn(loss)
