@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,9 +26,8 @@ from verl.observe.live import live
 from verl.observe.metrics import Timer
 from verl.observe.profiling import profiled
 from verl.runtime import quiet_transformers, seed_everything
-from verl.trainer.reward_padding import set_padding
 from verl.trainer.setup import fit_to
-from verl.workers.offline import OfflineRole, RewardRole, SFTRole
+from verl.workers.offline import OfflineRole, RewardRole, SFTRole, set_padding
 from verl.workers.placement import require_ray
 from verl.workers.preference import PreferenceRole
 from verl.workers.rank import JoinedRank, RankSetup
@@ -39,8 +38,6 @@ if TYPE_CHECKING:
     from verl.data.loader import Loader
     from verl.data.proto import DataProto
     from verl.watchdog import StackWatchdog
-    from verl.workers.ray_calls import RankCalls
-    from verl.workers.ray_live import RankSnapshots
 
 
 @dataclass
@@ -371,16 +368,16 @@ class RayLoop:
         require_ray(cfg)
         from verl.workers.ray_calls import RankCalls
         from verl.workers.ray_cluster import Cluster
-        from verl.workers.ray_group import START_S, build_ranks
+        from verl.workers.ray_group import CLOSE_S, START_S, build_ranks
         from verl.workers.ray_live import RankSnapshots
 
-        self._cluster = Cluster(cfg)
-        self._calls: RankCalls | None = None
-        self._ranks: RankSnapshots | None = None
-        try:
-            self._cluster.connect()
-            actors = self._cluster.start_actors(START_S, "verl.trainer.offline_loop:OfflineRank")
+        with ExitStack() as stack:
+            cluster = Cluster(cfg)
+            stack.callback(cluster.close)
+            cluster.connect()
+            actors = cluster.start_actors(START_S, "verl.trainer.offline_loop:OfflineRank")
             self._calls = RankCalls(actors, cfg.trainer.watchdog_s)
+            stack.callback(self._calls.shutdown, CLOSE_S)
             setup = RankSetup(
                 cfg=copy.deepcopy(cfg),
                 tokenizer=None,
@@ -388,30 +385,21 @@ class RayLoop:
                 run_folder=folder.absolute(),
                 repeat_to=repeat_to,
             )
-            build_ranks(self._cluster, self._calls, OfflineRank.do_build, setup)
-            self._ranks = RankSnapshots([self._calls])
-            live.others = self._ranks.take
-        except BaseException:
-            self.close()
-            raise
+            build_ranks(cluster, self._calls, OfflineRank.do_build, setup)
+            ranks = RankSnapshots([self._calls])
+            stack.callback(ranks.close)
+            live.others = ranks.take
+            self._stack = stack.pop_all()
 
     def run(self) -> Iterator[Update]:
         """The updates of rank 0."""
-        assert self._calls is not None
         for rank, update in self._calls.stream_all(OfflineRank.do_fit):
             if rank == 0:
                 yield update
 
     def request_stop(self) -> None:
-        assert self._calls is not None
         for rank in range(len(self._calls)):
             self._calls.control(rank, OfflineRank.control_stop)
 
     def close(self) -> None:
-        from verl.workers.ray_group import CLOSE_S
-
-        if self._ranks is not None:
-            self._ranks.close()
-        if self._calls is not None:
-            self._calls.shutdown(CLOSE_S)
-        self._cluster.close()
+        self._stack.close()
