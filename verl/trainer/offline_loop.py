@@ -69,21 +69,6 @@ def load_data(cfg: OfflineConfig) -> OfflineData:
     )
 
 
-def build_loop(
-    cfg: OfflineConfig,
-    data: OfflineData,
-    folder: Path,
-    watchdog: StackWatchdog | None = None,
-    repeat_to: int | None = None,
-) -> OfflineLoop:
-    """Load this rank's shard of the model."""
-    kind: type[OfflineRole] = SFTRole
-    if isinstance(cfg, PreferenceConfig):
-        kind = PreferenceRole if isinstance(cfg, DPOConfig) else RewardRole
-    role = kind(cfg, training_steps=data.total_steps, bad_batch_dir=folder / "bad_batches")
-    return OfflineLoop(cfg, role=role, data=data, run_folder=folder, watchdog=watchdog, repeat_to=repeat_to)
-
-
 @dataclass
 class Update:
     """What a loop reports: at the start what it resumed, then every step, then the end."""
@@ -177,18 +162,17 @@ class OfflineLoop:
     def __init__(
         self,
         cfg: OfflineConfig,
-        *,
-        role: OfflineRole,
         data: OfflineData,
         run_folder: Path,
         watchdog: StackWatchdog | None = None,
         repeat_to: int | None = None,
     ) -> None:
-        """`repeat_to`: the last step of `verl replay`, which saves nothing."""
-        self.cfg = cfg
-        self.role = role
-        self.data = data
-        self.run_folder = run_folder
+        """Loads this rank's shard of the model. `repeat_to`: the last step of `verl replay`, which saves nothing."""
+        kind: type[OfflineRole] = SFTRole
+        if isinstance(cfg, PreferenceConfig):
+            kind = PreferenceRole if isinstance(cfg, DPOConfig) else RewardRole
+        self.role = kind(cfg, training_steps=data.total_steps, bad_batch_dir=run_folder / "bad_batches")
+        self.cfg, self.data, self.run_folder = cfg, data, run_folder
         self.checkpoints = CheckpointManager.from_config(cfg, run_folder)
         self.step_number = 0
         self.saved_step = 0
@@ -341,9 +325,8 @@ class OfflineRank(JoinedRank):
 
     def do_build(self, setup: RankSetup[OfflineConfig]) -> None:
         self.join(setup)
-        self._loop = build_loop(
-            setup.cfg, load_data(setup.cfg), setup.run_folder, self.watchdog, setup.repeat_to
-        )
+        data = load_data(setup.cfg)
+        self._loop = OfflineLoop(setup.cfg, data, setup.run_folder, self.watchdog, setup.repeat_to)
 
     def do_fit(self) -> Iterator[Update]:
         assert self._loop is not None

@@ -147,7 +147,7 @@ def run_once(
     from verl.config.parallelism import world_size
     from verl.config.plan import RunPlan
     from verl.trainer.main_ppo import RunResult
-    from verl.trainer.offline_loop import RayLoop, build_loop, load_data
+    from verl.trainer.offline_loop import OfflineLoop, RayLoop, load_data
     from verl.trainer.preflight import require_disk
     from verl.trainer.setup import (
         open_run_folder,
@@ -166,7 +166,7 @@ def run_once(
         path = Path(trainer.default_local_dir).absolute()
         record_rank_phases(path, monitor.job.rank)
         with (
-            closing(build_loop(cfg, data, path, monitor.watchdog)) as follower,
+            closing(OfflineLoop(cfg, data, path, monitor.watchdog)) as follower,
             stop.stops(follower),
         ):
             for _ in follower.run():
@@ -192,9 +192,7 @@ def run_once(
                 if monitor is None and world_size(cfg) > 1:
                     loop = RayLoop(cfg, data, folder.path)
                 else:
-                    loop = build_loop(
-                        cfg, data, folder.path, monitor.watchdog if monitor is not None else None
-                    )
+                    loop = OfflineLoop(cfg, data, folder.path, monitor and monitor.watchdog)
                 with closing(loop), stop.stops(loop):
                     last = record(loop.run(), folder, tracker, data.total_steps)
                 if "val/accuracy" in last.metrics:

@@ -203,7 +203,7 @@ def _repeat_rl(cfg: PPOConfig, step: int, recorded: Files) -> None:
 
 
 def _repeat_offline(cfg: OfflineConfig, step: int, recorded: Files) -> None:
-    from verl.trainer.offline_loop import OfflineLoop, RayLoop, build_loop, load_data
+    from verl.trainer.offline_loop import OfflineLoop, RayLoop, load_data
     from verl.trainer.offline_trainer import record
     from verl.trainer.setup import open_run_folder, open_tracker
 
@@ -216,7 +216,7 @@ def _repeat_offline(cfg: OfflineConfig, step: int, recorded: Files) -> None:
         if world_size(cfg) > 1:
             loop = RayLoop(cfg, data, folder.path, step)
         else:
-            loop = build_loop(cfg, data, folder.path, repeat_to=step)
+            loop = OfflineLoop(cfg, data, folder.path, repeat_to=step)
         tracker.trackers["replay"] = StopAtDifference(loop, recorded)
         with closing(loop):
             record(loop.run(), folder, tracker, data.total_steps)
