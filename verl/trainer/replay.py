@@ -193,13 +193,10 @@ def _repeat_rl(cfg: PPOConfig, step: int, recorded: Files) -> None:
 
     with open_run(cfg) as parts:
         loop = build_loop(cfg, parts)
-        try:
+        with closing(loop.workers), closing(loop.tracker):
             loop.repeat_to = step
             loop.tracker.trackers["replay"] = StopAtDifference(loop, recorded)
             loop.fit()
-        finally:
-            loop.tracker.close()
-            loop.workers.close()
 
 
 def _repeat_offline(cfg: OfflineConfig, step: int, recorded: Files) -> None:
