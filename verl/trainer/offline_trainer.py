@@ -192,7 +192,7 @@ def run_once(
                 if monitor is None and world_size(cfg) > 1:
                     loop = RayLoop(cfg, data, folder.path)
                 else:
-                    loop = OfflineLoop(cfg, data, folder.path, monitor and monitor.watchdog)
+                    loop = OfflineLoop(cfg, data, folder.path, None if monitor is None else monitor.watchdog)
                 with closing(loop), stop.stops(loop):
                     last = record(loop.run(), folder, tracker, data.total_steps)
                 if "val/accuracy" in last.metrics:
