@@ -247,23 +247,13 @@ def report(found: Comparison, first: int, last: int, start: Path | None) -> str:
         f"  repeated  {_shown(different.repeated)}",
         f"  points to {different.cause}",
     ]
-    versions = other_versions(start)
-    if versions:
-        lines.append(f"  versions  {versions}")
-    return "\n".join(lines)
-
-
-def other_versions(start: Path | None) -> str:
-    """Packages whose versions are others than when the checkpoint was saved."""
-    if start is None:
-        return ""
-    now = installed_versions()
-    before = read_manifest(start).versions
-    return ", ".join(
+    now, before = installed_versions(), {} if start is None else read_manifest(start).versions
+    others = [
         f"{name} was {version}, is {now.get(name, 'not installed')}"
         for name, version in sorted(before.items())
         if now.get(name) != version
-    )
+    ]
+    return "\n".join([*lines, f"  versions  {', '.join(others)}"] if others else lines)
 
 
 def _shown(value: Any) -> str:
