@@ -16,7 +16,7 @@ from verl.errors import ConfigError
 from verl.observe.run_facts import flat_config
 from verl.observe.run_folder import RunFolder
 from verl.observe.terminal import SafeStream
-from verl.trainer.recorded import Recorded
+from verl.trainer.fork import Recorded
 from verl.trainer.setup import record_config
 
 URL = "http://user:PASSWORD@127.0.0.1:9/v1"

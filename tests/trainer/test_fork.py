@@ -15,8 +15,8 @@ from verl import cli
 from verl.config.load import load_ppo_config
 from verl.config.sources import load_yaml
 from verl.observe.run_folder import read_lineage
+from verl.trainer.fork import open_recorded
 from verl.trainer.main_ppo import run as train
-from verl.trainer.recorded import open_recorded
 
 LR = "actor_rollout_ref.actor.optim.lr"
 

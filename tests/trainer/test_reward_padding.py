@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from verl.config.schema import SFTModelConfig
 from verl.errors import ConfigError
-from verl.trainer.reward_padding import set_padding
+from verl.workers.offline import set_padding
 
 WORDS = ["<eos>", "a", "b", "c", "\u0120d"]
 

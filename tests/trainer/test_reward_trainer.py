@@ -232,7 +232,7 @@ def gradients(words: list[str], order: list[int]) -> tuple[dict[str, torch.Tenso
     """Of the first five pairs in this order, before clipping, and the metrics of the loss."""
     cfg = config(words)
     loaded = offline_loop.load_data(cfg)
-    loop = offline_loop.build_loop(cfg, loaded, Path("unused"))
+    loop = offline_loop.OfflineLoop(cfg, loaded, Path("unused"))
     batch = loaded.train.dataset.batch(order, [str(number) for number in order])
     shard, _ = loop.role.shard(batch)
     found = loop.role.engine.forward_backward(shard, loop.role.loss)
@@ -423,7 +423,7 @@ def test_reinforcement_learning_takes_the_folder_as_its_reward(whole, tiny_model
 def test_bad_input_gets_one_message_before_a_model_is_loaded(
     rows, options, says, tiny_model_dir, data, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr(offline_loop, "build_loop", None)
+    monkeypatch.setattr(offline_loop, "OfflineLoop", None)
     if rows is not None:
         file = tmp_path / "bad.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -186,7 +186,7 @@ def test_checkpoint_of_two_goes_on_in_one(together, alone, model, data, tmp_path
 def test_both_end_early_also_where_one_sees_no_improvement(model, data, tmp_path):
     """With such a learning rate all validations are equal: the first is the best."""
     (tmp_path / "blind.py").write_text(
-        "import os\nfrom verl.trainer.early_stop import EarlyStop\n"
+        "import os\nfrom verl.trainer.offline_loop import EarlyStop\n"
         "if os.environ['RANK'] == '1':\n    EarlyStop.improves = lambda self, metrics: False\n"
     )
     words = [

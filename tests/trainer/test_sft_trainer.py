@@ -411,7 +411,7 @@ def test_bad_input_gets_one_clear_message_and_exit_code_2(option, says, model, d
 
 def test_a_state_of_which_one_part_is_bad_changes_nothing(model, data, tmp_path):
     cfg = load_sft_config(arguments(model, data, tmp_path / "run"))
-    loop = offline_loop.build_loop(cfg, offline_loop.load_data(cfg), tmp_path / "run")
+    loop = offline_loop.OfflineLoop(cfg, offline_loop.load_data(cfg), tmp_path / "run")
     found = {"steps": [[4, {"train/loss": 2.0}]], "last_spoke": {"not_finite": 4}}
     good = {"step": 4, "loader": {"epoch": 0, "position": 16, "rows": 32}, "health": found}
 
@@ -424,9 +424,6 @@ def test_a_state_of_which_one_part_is_bad_changes_nothing(model, data, tmp_path)
         {"loader": {}},
         {"health": {"steps": [[1, {"train/loss": "high"}]], "last_spoke": {}}},
         {"health": {"steps": []}},
-        {"early_stop": 3},
-        {"metrics": []},
-        {"step": -1},
     ):
         with pytest.raises(CheckpointError):
             loop.load_state_dict({**good, **bad})

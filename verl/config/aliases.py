@@ -19,6 +19,7 @@ from verl.config.schema import (
     GenerationConfig,
     PPOConfig,
     RewardTrainingConfig,
+    SessionConfig,
     SFTConfig,
 )
 from verl.config.sources import get_path, leaves, set_path, take_path
@@ -101,6 +102,7 @@ _GENERATION_ALIASES: dict[str, str] = {
 
 ALIASES: dict[type, dict[str, str]] = {
     PPOConfig: _PPO_ALIASES,
+    SessionConfig: _PPO_ALIASES,
     SFTConfig: {
         **_SFT_ALIASES,
         "data.multiturn.messages_key": "data.messages_key",

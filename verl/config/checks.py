@@ -102,7 +102,9 @@ def _combination_errors(config: AnyConfig, plan: RunPlan | None) -> Iterator[str
 
 def _value_errors(config: AnyConfig) -> Iterator[str]:
     # Other settings make the training files unnecessary.
-    no_files = isinstance(config, PPOConfig) and (config.data.mixture or config.trainer.val_only)
+    no_files = isinstance(config, PPOConfig) and (
+        config.own_loop or config.data.mixture or config.trainer.val_only
+    )
     for key in schema_keys(type(config)).values():
         value = get(config, key.name)
         if key.required and not value and not (no_files and key.name == "data.train_files"):
@@ -221,7 +223,8 @@ def _training_errors(config: PPOConfig, plan: RunPlan) -> Iterator[str]:
     """What only a run that trains needs."""
     rollout, algorithm = config.actor_rollout_ref.rollout, config.algorithm
     multi_turn, filtering = rollout.multi_turn, algorithm.filter_groups
-    yield from _batch_errors(config, plan)
+    if not config.own_loop:
+        yield from _batch_errors(config, plan)
     comparing = [method for method in methods_of(config) if method.compares_responses]
     if any(not method.reads_advantages for method in methods_of(config)):
         comparing = [method for method in comparing if method.key != ADV_ESTIMATOR]

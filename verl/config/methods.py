@@ -274,7 +274,7 @@ def methods_of(config: PPOConfig) -> list[Method]:
     """The estimator, the loss and the corrections of a run; a name that is not known is left to the checks."""
     algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
     named = (
-        find_method(ADV_ESTIMATOR, algorithm.adv_estimator),
+        None if config.own_loop else find_method(ADV_ESTIMATOR, algorithm.adv_estimator),
         find_method(POLICY_LOSS, actor.policy_loss.loss_mode),
     )
     corrections = [

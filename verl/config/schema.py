@@ -293,6 +293,8 @@ class PPOConfig(RootConfig):
     """Reinforcement learning (`verl.trainer.main_ppo`)."""
 
     takes_plugin_sections: ClassVar[bool] = True
+    own_loop: ClassVar[bool] = False
+    """Whether batches and advantages come from a loop of the user's own: no data files, no estimator."""
 
     data: DataConfig = section(DataConfig, "prompts")
     actor_rollout_ref: ActorRolloutRefConfig = section(ActorRolloutRefConfig, "the policy")
@@ -306,6 +308,13 @@ class PPOConfig(RootConfig):
     algorithm: AlgorithmConfig = section(AlgorithmConfig, "from scores to advantages")
     trainer: TrainerConfig = section(TrainerConfig, "the run")
     ray_kwargs: RayKwargsConfig = section(RayKwargsConfig, "Ray", used_if="@ray")
+
+
+@dataclass
+class SessionConfig(PPOConfig):
+    """One policy (`verl.Session`)."""
+
+    own_loop: ClassVar[bool] = True
 
 
 @dataclass

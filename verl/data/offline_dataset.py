@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from verl.config.methods import PREFERENCE_LOSS, find_method
 from verl.config.schema import (
     PreferenceAlgorithmConfig,
     PreferenceConfig,
@@ -197,7 +198,8 @@ Use = Literal["pairs", "kto", "reward"]
 def use_of(config: PreferenceConfig) -> Use:
     algorithm = getattr(config, "algorithm", None)
     if isinstance(algorithm, PreferenceAlgorithmConfig):
-        return "kto" if algorithm.loss == "kto" else "pairs"
+        method = find_method(PREFERENCE_LOSS, algorithm.loss)
+        return "pairs" if method is None or method.compares_responses else "kto"
     return "reward"
 
 

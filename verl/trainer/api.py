@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from verl.config.load import from_dict
-from verl.config.machine import on_cpu
 from verl.config.schema import PPOConfig
 from verl.errors import ConfigError
+from verl.trainer.given_model import borrowed, model_keys, refuse_torchrun
 from verl.trainer.preflight import preflight
 
 if TYPE_CHECKING:
@@ -127,8 +125,6 @@ class PPOTrainer:
         """The full config this trainer runs with; `quiet`: without its warnings."""
         simple = self.config
         n = simple.n if simple.n is not None else self.responses
-        from verl.models.external_model import given_keys
-
         values: dict[str, Any] = {
             "data.train_batch_size": simple.batch_size,
             "data.max_prompt_length": simple.max_prompt_length,
@@ -146,14 +142,10 @@ class PPOTrainer:
             "trainer.default_local_dir": simple.output_dir,
             "trainer.resume_mode": "disable",
             **self._kl(simple.kl_coef),
-            **given_keys(self.model, simple.overrides),
+            **model_keys(self.model, simple.overrides),
+            "data.train_files": ["(given dataloader)"],  # the checks want a name for it
         }
-        # The model and the data are objects here; the checks want a name for each.
-        given = {
-            "actor_rollout_ref.model.path": model_name(self.model),
-            "data.train_files": ["(given dataloader)"],
-        }
-        return from_dict(PPOConfig, {**given, **values, **simple.overrides}, quiet=quiet)
+        return from_dict(PPOConfig, {**values, **simple.overrides}, quiet=quiet)
 
     def _kl(self, coef: float) -> dict[str, Any]:
         return {"algorithm.use_kl_in_reward": coef > 0, "algorithm.kl_ctrl.kl_coef": coef}
@@ -170,17 +162,12 @@ class PPOTrainer:
         Returns:
             The run folder, the metrics of the last step and the number of steps.
         """
-        from torch import device
-
-        from verl.models.external_model import avoid_slow_bf16, unwrapped
         from verl.trainer.external_batches import rows_or_batches
         from verl.trainer.main_ppo import run
 
         cfg = self.run_config(quiet=True)
         prompts = rows_or_batches(train_dataloader, cfg.data, self.tokenizer)
-        with unwrapped(self.model) as model, handed_back(model):
-            if cfg.actor_rollout_ref.model.dtype == "auto":
-                avoid_slow_bf16(model, device("cpu" if on_cpu(cfg) else "cuda"))
+        with borrowed(self.model, cfg) as model:
             return run(
                 cfg,
                 reward_function=self.reward_function,
@@ -201,46 +188,11 @@ class GRPOTrainer(PPOTrainer):
         return {"actor_rollout_ref.actor.use_kl_loss": coef > 0, "actor_rollout_ref.actor.kl_loss_coef": coef}
 
 
-@contextmanager
-def handed_back(model: nn.Module) -> Iterator[None]:
-    """Training puts its own attention into the model; afterwards the model has the attention and the mode it came
-    with, and generates and trains again like any other."""
-    attention, training = (
-        getattr(getattr(model, "config", None), "_attn_implementation", None),
-        model.training,
-    )
-    switch: Callable[[str], None] | None = getattr(model, "set_attn_implementation", None)
-    try:
-        yield
-    finally:
-        model.train(training)
-        if attention is not None and switch is not None:
-            switch(attention)
-
-
 def _functions(given: Any) -> list[Any]:
     """One reward function or several, as a list."""
     return list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
 
 
-def refuse_torchrun(name: str, instead: str) -> None:
-    """Every process of torchrun would run the whole loop; there are no ranks among them."""
-    import torch.distributed as dist
-
-    joined = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    count = max(joined, int(os.environ.get("WORLD_SIZE") or 1))
-    if count > 1:
-        raise ConfigError(
-            f"{name} was started in {count} processes (torchrun, WORLD_SIZE), but it is one process that starts the "
-            f"others itself: start it with python, {instead.replace('...', str(count))}"
-        )
-
-
 def _shown(value: Any) -> str:
     text = repr(value)
     return f"{text if len(text) <= 40 else text[:37] + '...'} ({type(value).__name__})"
-
-
-def model_name(model: Any) -> str:
-    """What `model.path` is called."""
-    return str(getattr(model, "name_or_path", "") or type(model).__name__)

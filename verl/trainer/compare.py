@@ -18,14 +18,6 @@ _NOT_COMPARED = ("step", "findings")
 ENGINE_LOG_PROBS = ("training/rollout_probs_diff_", "rollout_corr/")
 """Metrics of the rollout engine's log-probs. Where tools answer sooner or later, other requests are decoded together,
 and these differ in their last bits; the tokens do not."""
-_PARTS = (
-    ("prompt", "data_source", "ground_truth"),
-    ("turns", "response", "length", "finish_reason"),
-    (),
-    ("advantage",),
-)
-"""Fields of a response in the order in which they depend on each other; (): those in no other part."""
-
 DATA = "the data: the prompts are others, so data.train_files, their filter, order or seed changed"
 RESPONSE = (
     "weights, sampling or environment: the same prompt got another response, so the model's files, the checkpoint, the "
@@ -47,6 +39,14 @@ OFFLINE = (
     "the data, the model's files or numerics: the rows, the weights, versions of packages, the device or the number of "
     "threads changed"
 )
+_PARTS = (
+    (("prompt", "data_source", "ground_truth"), DATA),
+    (("turns", "response", "length", "finish_reason"), RESPONSE),
+    ((), SCORE),
+    (("advantage",), NUMERICS),
+)
+"""Fields of a response in the order in which they depend on each other, and what a difference points to; (): those in
+no other part."""
 
 
 @dataclass(frozen=True)
@@ -152,9 +152,9 @@ def _compare_samples(
     one, other = (list(read_jsonl(file)) for file in files)
     comparison.responses += min(len(one), len(other))
     # Over all rows first what comes first: a score that follows from another response is no finding of its own.
-    for part in _PARTS:
+    for names, points_to in _PARTS:
         for line, (row, again) in enumerate(zip(one, other, strict=False), start=1):
-            different = _first_field(row, again, part)
+            different = _first_field(row, again, names, points_to)
             if different is not None:
                 name, before, after, cause = different
                 yield Difference(step, f"{name} in line {line} of {kind}/{step}.jsonl", before, after, cause)
@@ -163,29 +163,20 @@ def _compare_samples(
 
 
 def _first_field(
-    row: Mapping[str, Any], again: Mapping[str, Any], part: tuple[str, ...]
+    row: Mapping[str, Any], again: Mapping[str, Any], names: tuple[str, ...], cause: str
 ) -> tuple[str, Any, Any, str] | None:
-    """The first field of `part` that differs: name, values, cause."""
-    earlier = {name for names in _PARTS for name in names}
-    for name in part or [name for name in row if name not in earlier]:
+    """The first of the fields that differs: name, values, cause."""
+    others = {name for part, _ in _PARTS for name in part}
+    for name in names or [name for name in row if name not in others]:
         before, after = row.get(name), again.get(name)
         if name not in again or before == after:
             continue
-        if part == _PARTS[0]:
-            return name, before, after, DATA
         if name == "turns":
             return _first_turn(before, after)
-        if part:
-            return name, before, after, NUMERICS if name == "advantage" else RESPONSE
-        if name == "uid" and _prompt_id(before) != _prompt_id(after):
-            return name, before, after, DATA
-        return name, before, after, SCORE
+        # That of a response without a score has a suffix.
+        other_prompt = name == "uid" and str(before).partition("#")[0] != str(after).partition("#")[0]
+        return name, before, after, DATA if other_prompt else cause
     return None
-
-
-def _prompt_id(uid: Any) -> str:
-    """Without the suffix of a response that has no score."""
-    return str(uid).partition("#")[0]
 
 
 def _first_turn(before: Any, after: Any) -> tuple[str, Any, Any, str]:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from contextlib import closing
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.algorithms.validation import validation_metrics
+from verl.checkpoint.files import replace_file
 from verl.data.columns import extra_info_of, require_column, responses_of, truth_of
 from verl.data.files import Rows, read_rows
 from verl.data.messages import plain_text, read_messages
@@ -38,14 +40,8 @@ _GENERATION_SUFFIXES = ("", "_finish_reason", "_length", "_token_ids", "_log_pro
 
 _ORDER = ("mean", "pass", "best", "maj")
 """Statistics of the table, in this order."""
-
-
-@dataclass
-class ScoredRow:
-    """The responses of one prompt."""
-
-    data_source: str
-    results: list[RewardResult] = field(default_factory=list)
+Scored = tuple[str, list[RewardResult]]
+"""The data source of a prompt, and the results of the responses to it."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +57,8 @@ class SourceReport:
     aux: dict[str, float]
 
     @classmethod
-    def of(cls, name: str, rows: Sequence[ScoredRow]) -> SourceReport:
-        results = [(uid, result) for uid, row in enumerate(rows) for result in row.results]
+    def of(cls, name: str, rows: Sequence[Scored]) -> SourceReport:
+        results = [(uid, result) for uid, (_, found) in enumerate(rows) for result in found]
         keys = dict.fromkeys(key for _, result in results for key in result.extra if key != "reward")
         columns: dict[str, list[Any]] = {"reward": [result.score for _, result in results]}
         columns |= {key: [r.extra.get(key) for _, r in results] for key in keys}
@@ -87,44 +83,38 @@ class SourceReport:
         return {name: value for name, value in found.items() if name.split("@")[0] in kinds}
 
 
-@dataclass(frozen=True)
-class EvaluationResult:
-    """What an evaluation found."""
-
-    sources: dict[str, SourceReport]
-    """By data source; with several, `all` has every row."""
-    metrics_path: Path
-    failures: list[str]
-    """Why responses got no score, one entry each."""
-    failed_rows: int
-    """Rows with such a response."""
-
-
-def evaluate_file(cfg: EvaluationConfig) -> EvaluationResult:
-    """Score the file, write the metrics."""
-    rows = read_rows(cfg.data.path, key="data.path", split="test")
-    require_column(rows, cfg.data.response_key, "data.response_key", "response", "data.path")
-    count = len(rows) if cfg.data.max_samples < 0 else min(cfg.data.max_samples, len(rows))
+def evaluate_file(cfg: EvaluationConfig) -> None:
+    """Score the file, write the metrics, and show them as a table."""
+    data = cfg.data
+    rows = read_rows(data.path, key="data.path", split="test")
+    require_column(rows, data.response_key, "data.response_key", "response", "data.path")
+    count = len(rows) if data.max_samples < 0 else min(data.max_samples, len(rows))
+    target = metrics_path(data)
     # The default name belongs to the data file, so numbers of it replace earlier ones.
-    replaceable = cfg.data.overwrite or not cfg.data.metrics_path
-    require_output(metrics_path(cfg.data), "data.metrics_path", rows, replaceable)
-    output = _open_output(cfg.data, rows, count)
-    manager = build_reward_manager(cfg.reward, max_response_length=1)
-    try:
-        _check(manager, cfg.data, rows, count)
-        scored = _score(manager, cfg.data, rows, count)
-    finally:
-        manager.close()
-    result = _result(cfg.data, scored)
-    _write_metrics(cfg.data, result)
+    require_output(target, "data.metrics_path", rows, data.overwrite or not data.metrics_path)
+    output = _open_output(data, rows, count)
+    with closing(build_reward_manager(cfg.reward, max_response_length=1)) as manager:
+        # Refuse before scoring what would fail for every response.
+        named = {_source(value) for value in islice(rows.column(data.data_source_key), count)}
+        columns = _data_columns(rows.column_names, data)
+        manager.check(named, [*columns, "ground_truth"] if data.reward_model_key in columns else columns)
+        scored = _score(manager, data, rows, count)
+    sources = _reports(scored)
+    by_row = [[result.error or "" for result in results if result.score is None] for _, results in scored]
+    failures = [error for errors in by_row for error in errors]
+    _write_metrics(data, target, sources, failures)
     if output is not None:
-        output.write(_columns(scored, cfg.data.response_key))
-    if not any(report.responses > report.failed for report in result.sources.values()):
+        output.write(_columns(scored, data.response_key))
+    if not any(report.responses > report.failed for report in sources.values()):
         raise RewardError(
-            f"no response got a score (see {result.metrics_path}). {causes(result.failures)} Try the function "
+            f"no response got a score (see {target}). {causes(failures)} Try the function "
             "alone with `verl reward test --fn FILE --data FILE --response-key COLUMN`."
         )
-    return result
+    show(sources)
+    if failures:
+        text = "%d responses got no score, in %d rows. %s"
+        logger.warning(text, len(failures), sum(map(bool, by_row)), causes(failures))
+    logger.info("numbers: %s", target)
 
 
 def _open_output(data: EvaluationDataConfig, rows: Rows, count: int) -> ExtendedRows | None:
@@ -143,34 +133,27 @@ def _open_output(data: EvaluationDataConfig, rows: Rows, count: int) -> Extended
     )
 
 
-def _check(manager: RewardManager, data: EvaluationDataConfig, rows: Rows, count: int) -> None:
-    """Refuse before scoring what would fail for every response."""
-    sources = {_source(value) for value in islice(rows.column(data.data_source_key), count)}
-    columns = _data_columns(rows.column_names, data)
-    manager.check(sources, [*columns, "ground_truth"] if data.reward_model_key in columns else columns)
-
-
 def _data_columns(names: Sequence[str], data: EvaluationDataConfig) -> list[str]:
     written = [f"{data.response_key}{ending}" for ending in _GENERATION_SUFFIXES]
     return [name for name in names if name not in written]
 
 
-def _score(manager: RewardManager, data: EvaluationDataConfig, rows: Rows, count: int) -> list[ScoredRow]:
-    scored: list[ScoredRow] = []
+def _score(manager: RewardManager, data: EvaluationDataConfig, rows: Rows, count: int) -> list[Scored]:
+    scored: list[Scored] = []
     with counting("rows", count) as counter:
         for start in range(0, count, data.batch_size):
             numbers = range(start, min(start + data.batch_size, count))
-            owners: list[ScoredRow] = []
+            owners: list[list[RewardResult]] = []
             for number in numbers:
                 row = rows[number]
-                entry = ScoredRow(_source(row.get(data.data_source_key)))
-                scored.append(entry)
+                found: list[RewardResult] = []
+                scored.append((_source(row.get(data.data_source_key)), found))
                 for sample in _samples(row, number, rows.origin(number), data, len(owners)):
-                    owners.append(entry)
+                    owners.append(found)
                     manager.submit(sample)
             results = manager.collect()
-            for index, entry in enumerate(owners):
-                entry.results.append(results[index])
+            for index, owner in enumerate(owners):
+                owner.append(results[index])
             counter.advance(len(numbers))
     return scored
 
@@ -211,16 +194,15 @@ def _per_response(value: Any, count: int, otherwise: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) and len(value) == count else [otherwise] * count
 
 
-def _result(data: EvaluationDataConfig, scored: Sequence[ScoredRow]) -> EvaluationResult:
-    by_source: dict[str, list[ScoredRow]] = {}
+def _reports(scored: Sequence[Scored]) -> dict[str, SourceReport]:
+    """By data source; with several, `all` has every row."""
+    by_source: dict[str, list[Scored]] = {}
     for row in scored:
-        by_source.setdefault(row.data_source or "unknown", []).append(row)
+        by_source.setdefault(row[0] or "unknown", []).append(row)
     sources = {name: SourceReport.of(name, rows) for name, rows in sorted(by_source.items())}
     if len(sources) > 1:
         sources[ALL] = SourceReport.of(ALL, scored)
-    by_row = [[result.error or "" for result in row.results if result.score is None] for row in scored]
-    failures = [error for errors in by_row for error in errors]
-    return EvaluationResult(sources, metrics_path(data), failures, sum(map(bool, by_row)))
+    return sources
 
 
 def metrics_path(data: EvaluationDataConfig) -> Path:
@@ -231,30 +213,28 @@ def metrics_path(data: EvaluationDataConfig) -> Path:
     return first.with_name(f"{first.stem}.metrics.json") if first.exists() else Path("metrics.json")
 
 
-def _write_metrics(data: EvaluationDataConfig, result: EvaluationResult) -> None:
-    from verl.checkpoint.files import replace_file
-
+def _write_metrics(
+    data: EvaluationDataConfig, path: Path, sources: Mapping[str, SourceReport], failures: list[str]
+) -> None:
     content = {
         "data": data.path,
         "response_key": data.response_key,
-        "data_sources": {name: asdict(report) for name, report in result.sources.items()},
-        "failures": causes(result.failures) if result.failures else None,
+        "data_sources": {name: asdict(report) for name, report in sources.items()},
+        "failures": causes(failures) if failures else None,
     }
     try:
-        result.metrics_path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(result.metrics_path, json.dumps(jsonable(content), indent=2, ensure_ascii=False) + "\n")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, json.dumps(jsonable(content), indent=2, ensure_ascii=False) + "\n")
     except OSError as error:
-        raise DataError(
-            f"data.metrics_path: {result.metrics_path} cannot be written: {error.strerror or error}"
-        ) from error
+        raise DataError(f"data.metrics_path: {path} cannot be written: {error.strerror or error}") from error
 
 
-def _columns(scored: Sequence[ScoredRow], key: str) -> Iterator[dict[str, Any]]:
-    for row in scored:
+def _columns(scored: Sequence[Scored], key: str) -> Iterator[dict[str, Any]]:
+    for _, results in scored:
         yield {
-            f"{key}_score": [result.score for result in row.results],
-            f"{key}_error": [result.error for result in row.results],
-            f"{key}_extra": [dumps(result.extra) for result in row.results],
+            f"{key}_score": [result.score for result in results],
+            f"{key}_error": [result.error for result in results],
+            f"{key}_extra": [dumps(result.extra) for result in results],
         }
 
 

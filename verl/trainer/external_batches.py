@@ -84,19 +84,16 @@ class ExternalLoader:
             batch = self.peek()
             if batch is not None and not isinstance(batch, DataProto):
                 self._first = self._rows(batch)
-                self._compare_size(len(self._first))
+                size = self._config.train_batch_size
+                if len(self._first) != size:
+                    logger.warning(
+                        "the dataloader gives %d prompts a batch, TrainingConfig(batch_size=%d) counts on %d: a batch "
+                        "is cut into optimiser steps by mini_batch_size (default: batch_size)",
+                        len(self._first),
+                        size,
+                        size,
+                    )
         return self._first
-
-    def _compare_size(self, prompts: int) -> None:
-        size = self._config.train_batch_size
-        if prompts != size:
-            logger.warning(
-                "the dataloader gives %d prompts a batch, TrainingConfig(batch_size=%d) counts on %d: a batch is cut "
-                "into optimiser steps by mini_batch_size (default: batch_size)",
-                prompts,
-                size,
-                size,
-            )
 
     @property
     def last_epoch(self) -> int:
@@ -122,25 +119,23 @@ class ExternalLoader:
     def _prompts(self, batch: Any, name: str) -> DataProto:
         if isinstance(batch, DataProto):
             return batch
-        dataset = self._rows(batch)
-        positions = range(len(dataset))
-        return dataset.batch(positions, [f"{name}-{position}" for position in positions])
+        return all_rows(self._rows(batch), name)
 
     def _rows(self, batch: Any) -> RLDataset:
-        rows = rows_of(batch, self._config.prompt_key)
-        return RLDataset(
-            self._config,
-            Rows.from_list(rows, "the batch"),
-            self._tokenizer,
-            tools=self.tools,
-            answers=self.answers,
-        )
+        rows = Rows.from_list(rows_of(batch, self._config.prompt_key), "the batch")
+        return RLDataset(self._config, rows, self._tokenizer, tools=self.tools, answers=self.answers)
 
     def state_dict(self) -> dict[str, Any]:
         return {"epoch": self.epoch, "position": self.position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
+
+
+def all_rows(dataset: RLDataset, name: str) -> DataProto:
+    """One batch of all rows, whose uids begin with `name`."""
+    positions = range(len(dataset))
+    return dataset.batch(positions, [f"{name}-{position}" for position in positions])
 
 
 def _of_rows(batches: Any) -> Any:
@@ -204,8 +199,7 @@ def _length(column: Any) -> int | None:
 
 def _is_row(item: Mapping[str, Any], prompt_key: str) -> bool:
     """Whether a mapping is one row: its prompt is a text or a conversation, not a column of them."""
-    prompt = item.get(prompt_key)
-    return isinstance(prompt, str) or is_conversation(prompt)
+    return _is_prompt(item.get(prompt_key))
 
 
 def _require_prompt(row: Mapping[str, Any], prompt_key: str) -> None:

@@ -12,26 +12,104 @@ import os
 import shutil
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from verl.checkpoint.files import inside, sync_all
 from verl.checkpoint.manifest import MANIFEST
-from verl.checkpoint.steps import StepFolder, in_use, step_name, write_tracker
-from verl.config.load import load_config, recorded
+from verl.checkpoint.steps import StepFolder, in_use, list_steps, problems, step_name, write_tracker
+from verl.config.keys import get, schema_keys
+from verl.config.load import from_dict, load_config, recorded, to_dict
 from verl.config.masking import mask_override
+from verl.config.recipes import COMMANDS
 from verl.config.schema import OfflineConfig, PPOConfig
-from verl.config.sources import dump_yaml, parse_overrides, set_path
-from verl.errors import ConfigError, VerlError
+from verl.config.sources import dump_yaml, load_yaml, parse_overrides, set_path, take_path
+from verl.errors import ConfigError, DataError, VerlError
 from verl.observe.jsonl import dumps, jsonable
-from verl.observe.run_folder import LINEAGE, Lineage, write_atomically
+from verl.observe.run_facts import config_class, flat_config
+from verl.observe.run_folder import LINEAGE, Lineage, expanded, write_atomically
+from verl.observe.run_reader import Run
 from verl.runtime import run_command
-from verl.trainer.recorded import Recorded, open_recorded
 
 # What must not be shared with the parent, or says how the parent began.
 _OWN = {"resume_mode": "auto", "resume_from_path": None}
 _OWN_FOLDERS = {"rollout_data_dir": None, "validation_data_dir": None}
+
+
+@dataclass
+class Recorded(Run):
+    """A run that wrote its config: every key, with what followed from others."""
+
+    @cached_property
+    def kind(self) -> type[PPOConfig] | type[OfflineConfig]:
+        return config_class(flat_config(self.config))
+
+    @property
+    def command(self) -> str:
+        return COMMANDS[self.kind]
+
+    def checkpoint(self, step: int) -> StepFolder:
+        """The checkpoint of a step, verified."""
+        found = self._checkpoints.get(step)
+        if found is None:
+            raise DataError(f"{self.path} has no complete checkpoint of step {step}; {self.steps_text()}")
+        wrong = problems(found)
+        if wrong:
+            raise DataError(f"{found.path} is damaged: {wrong[0]}; {self.steps_text()}")
+        return found
+
+    def steps_text(self) -> str:
+        steps = ", ".join(map(str, sorted(self._checkpoints)))
+        return f"steps with one: {steps}" if steps else "there is none at all"
+
+    @cached_property
+    def _checkpoints(self) -> dict[int, StepFolder]:
+        """Those with a manifest and their own name; files are not read."""
+        entries = [entry for entry in list_steps(self.path) if entry.manifest is not None]
+        return {entry.step: entry for entry in entries if entry.path.name == step_name(entry.step)}
+
+    def given(self) -> dict[str, Any]:
+        """The values without those that follow from the others: what a user would have to give. A key that another is
+        changed for can then follow it."""
+        tree: dict[str, Any] = {}
+        whole = from_dict(self.kind, self.config, checked=False, quiet=True)
+
+        def different() -> list[str]:
+            """Keys of which the tree gives another value."""
+            built = from_dict(self.kind, tree, checked=False, quiet=True)
+            return [name for name in schema_keys(self.kind) if get(built, name) != get(whole, name)]
+
+        def add(name: str) -> None:
+            value = whole.from_environment.get(name, to_dict(get(whole, name)))
+            set_path(tree, name, jsonable(value))
+
+        chosen = different()
+        for name in chosen:
+            add(name)
+        # A value that was chosen to be the default, where another would follow.
+        for name in different():
+            add(name)
+        for name in chosen:
+            take_path(tree, name)
+            if different():
+                add(name)
+        return tree
+
+
+def open_recorded(path: Path) -> Recorded:
+    """Read config.yaml of a run folder; DataError where it is none of a training command."""
+    path = expanded(path).absolute()
+    if not (path / "config.yaml").is_file():
+        kind = "has no config.yaml" if path.is_dir() else "is no folder"
+        raise DataError(f"{path} {kind}; give a run folder (checkpoints/PROJECT/EXPERIMENT)")
+    values = load_yaml(path / "config.yaml")
+    if "actor_rollout_ref" not in values and not {"model", "trainer"} <= values.keys():
+        raise ConfigError(
+            f"{path / 'config.yaml'} is not of a training command: {', '.join(COMMANDS.values())}"
+        )
+    return Recorded(path, values)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -100,7 +178,10 @@ def prepare(
         with in_use(entry.path):
             link_checkpoint(entry, work / step_name(entry.step))
         write_tracker(work, entry.step)
-        write_atomically(work / LINEAGE, dumps(asdict(_lineage(parent, entry.step, overrides))) + "\n")
+        names = (str(parent.get(f"trainer.{part}_name")) for part in ("project", "experiment"))
+        masked = tuple(map(mask_override, overrides))
+        lineage = Lineage(str(parent.path), "/".join(names), entry.step, masked, time.time())
+        write_atomically(work / LINEAGE, dumps(asdict(lineage)) + "\n")
         os.rename(work, folder)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -170,13 +251,6 @@ def _config(
     cfg.trainer.default_local_dir = str(folder)  # also where the command is repeated in another folder
     write_atomically(file, dump_yaml(jsonable(recorded(cfg))))
     return cfg
-
-
-def _lineage(parent: Recorded, step: int, overrides: list[str]) -> Lineage:
-    names = (parent.get("trainer.project_name"), parent.get("trainer.experiment_name"))
-    return Lineage(
-        str(parent.path), "/".join(map(str, names)), step, tuple(map(mask_override, overrides)), time.time()
-    )
 
 
 if __name__ == "__main__":

@@ -12,14 +12,16 @@ import json
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext, suppress
 from dataclasses import asdict, fields
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.agents.conversation import Conversation
-from verl.checkpoint.files import sync_file
+from verl.checkpoint.files import lock, sync_file
 from verl.config.capabilities import engine_spec
 from verl.config.keys import to_dict
 from verl.config.machine import machine_errors
@@ -31,10 +33,11 @@ from verl.data.file_search import absent
 from verl.data.files import read_rows
 from verl.data.rl_dataset import RLDataset
 from verl.data.tokenizer import load_tokenizer
-from verl.errors import ConfigError, DataError, RolloutError, missing_package
+from verl.errors import ConfigError, DataError, missing_package
 from verl.observe.console import counting
 from verl.observe.jsonl import parse_row
-from verl.rollout.base import Request, Response, RolloutEngine
+from verl.rollout.base import Response
+from verl.rollout.sampler import Sampler
 from verl.runtime import quiet_transformers, seed_everything
 from verl.trainer.generation_model import ModelChoice, choose_model
 from verl.trainer.preflight import PROMPT_AND_RESPONSE, hub_problems, warn_of_length
@@ -49,6 +52,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+Columns = dict[str, tuple[str, Callable[[Any], Any]]]
+"""pyarrow type, and the value of a response, by the end of a column's name; a row has a list of them."""
 SYNC_S = 1.0
 """Seconds between fsyncs of the journal: a power cut may lose that much, a kill loses nothing."""
 _CONTENT_KEYS = (
@@ -83,8 +88,11 @@ def generate_file(cfg: GenerationConfig) -> None:
 def _generate_file(
     cfg: GenerationConfig, choice: ModelChoice, tokenizer: Any, agents: ConversationRunner | None
 ) -> None:
+    # The data section of training that reads the same prompts.
+    shared = {field.name for field in fields(DataConfig)} & {field.name for field in fields(cfg.data)}
+    own = {name: getattr(cfg.data, name) for name in shared - {"response_key"}}
     dataset = RLDataset(
-        prompt_section(cfg),
+        DataConfig(**own, shuffle=False, val_max_samples=cfg.data.max_samples),
         read_rows(cfg.data.path, key="data.path", split="test"),
         tokenizer,
         training=False,
@@ -93,12 +101,12 @@ def _generate_file(
     )
     if agents is not None:
         agents.check_data(dataset)
-    output = Path(cfg.data.output_path)
+    output, key, columns = Path(cfg.data.output_path), cfg.data.response_key, _columns(cfg, tokenizer)
     extended = ExtendedRows(
         dataset.rows,
         dataset.kept.tolist(),
         output,
-        added_columns(cfg),
+        {f"{key}{suffix}": kind for suffix, (kind, _) in columns.items()},
         key="data.output_path",
         if_taken="set data.response_key to another name",
         overwrite=cfg.data.overwrite,
@@ -111,13 +119,14 @@ def _generate_file(
         if left:
             try:
                 with open_engine(cfg, choice.path, choice.adapter, tokenizer) as engine:
-                    summary += f"; {_generate(cfg, dataset, engine, tokenizer, journal, left, agents)}"
+                    sampler = partial(Sampler if agents is None else agents.sampler, engine)
+                    summary += f"; {_generate(cfg, dataset, sampler, columns, journal, left)}"
             except BaseException:
                 if len(journal):
                     kept = "%d of %d rows are kept in %s; the same command resumes from there"
                     logger.warning(kept, len(journal), total, journal.path)
                 raise
-        key, rows = cfg.data.response_key, map(dataset.row_number, range(total))
+        rows = map(dataset.row_number, range(total))
         extended.write({f"{key}{n}": value for n, value in journal.read(row).items()} for row in rows)
         journal.remove()
     logger.info("%s", summary)
@@ -126,15 +135,14 @@ def _generate_file(
 def _generate(
     cfg: GenerationConfig,
     dataset: RLDataset,
-    engine: RolloutEngine,
-    tokenizer: Any,
+    sampler: Callable[[], Sampler],
+    columns: Columns,
     journal: Journal,
     positions: Sequence[int],
-    agents: ConversationRunner | None,
 ) -> str:
     """Responses for these prompts, into the journal as each prompt's are complete; returns what was generated."""
     settings = training_settings(rollout_section(cfg), cfg.data.max_response_length, step=0)
-    tokens, started = 0, time.monotonic()
+    tokens, started, n = 0, time.monotonic(), settings.n
 
     def rate() -> str:
         return f"{tokens / max(time.monotonic() - started, 1e-9):,.0f} tokens/s"
@@ -142,102 +150,70 @@ def _generate(
     with counting("prompts", len(dataset), len(dataset) - len(positions)) as counter:
         for start in range(0, len(positions), cfg.data.batch_size):
             batch = positions[start : start + cfg.data.batch_size]
-            names = [str(dataset.row_number(position)) for position in batch]
-            prompts = dataset.batch(batch, names)
-            waiting: dict[str, dict[int, Response | Conversation]] = {name: {} for name in names}
+            numbers = [dataset.row_number(position) for position in batch]
+            waiting: dict[int, dict[int, Any]] = {number: {} for number in numbers}
 
             def add(
-                name: str,
+                row: int,
                 response: Response | Conversation,
-                waiting: dict[str, dict[int, Response | Conversation]] = waiting,
+                numbers: list[int] = numbers,
+                waiting: dict[int, dict[int, Any]] = waiting,
             ) -> None:
                 nonlocal tokens
-                samples = waiting[name]
-                samples[response.sample] = response
+                number = numbers[row // n]
+                waiting[number][row % n] = response
                 tokens += len(response.token_ids)
-                if len(samples) == settings.n:
-                    del waiting[name]
-                    responses = [samples[i] for i in range(settings.n)]
-                    journal.add(int(name), _record(cfg, responses, tokenizer))
+                if len(waiting[number]) == n:
+                    samples = waiting.pop(number)
+                    values = {
+                        suffix: [of(samples[i]) for i in range(n)] for suffix, (_, of) in columns.items()
+                    }
+                    journal.add(number, values)
                     counter.advance(about=rate())
 
-            if agents is not None:
-                agents.run(engine, prompts, settings, lambda row, talk: add(talk.uid, talk))
-                continue
-            for response in engine.generate(
-                Request(name, ids, settings.sampling, n=settings.n, seed=settings.seed)
-                for name, ids in zip(names, prompts.non_tensor_batch["prompt_ids"], strict=True)
-            ):
-                add(response.request_id, response)
-            if waiting:
-                raise RolloutError(
-                    f"{type(engine).__name__} left {len(waiting)} prompts unanswered; this is a defect of the "
-                    "engine: use rollout.name=hf and report it"
-                )
-    count = len(positions) * settings.n
+            sampler().collect(dataset.batch(batch, [str(number) for number in numbers]), settings, add)
+    count = len(positions) * n
     return f"{count} generated now, {tokens:,} tokens in {time.monotonic() - started:.1f} s ({rate()})"
 
 
-def _record(
-    cfg: GenerationConfig, responses: Sequence[Response | Conversation], tokenizer: Any
-) -> dict[str, Any]:
-    """The new columns of a row, by what follows `data.response_key` in their names."""
-    drawn = [r.drawn_ids if isinstance(r, Conversation) else r.token_ids for r in responses]
-    record: dict[str, Any] = {
-        "": [tokenizer.decode(ids, skip_special_tokens=True) for ids in drawn],
-        "_finish_reason": [r.finish_reason for r in responses],
-        "_length": [len(r.token_ids) for r in responses],
+def _columns(cfg: GenerationConfig, tokenizer: Any) -> Columns:
+    """The new columns by what follows `data.response_key` in their names."""
+
+    def text(response: Any) -> str:
+        drawn = response.drawn_ids if isinstance(response, Conversation) else response.token_ids
+        return str(tokenizer.decode(drawn, skip_special_tokens=True))
+
+    columns: Columns = {
+        "": ("list<string>", text),
+        "_finish_reason": ("list<string>", attrgetter("finish_reason")),
+        "_length": ("list<int64>", lambda response: len(response.token_ids)),
     }
     if cfg.data.save_token_ids:
-        record["_token_ids"] = [r.token_ids for r in responses]
+        columns["_token_ids"] = "list<list<int64>>", attrgetter("token_ids")
     if cfg.data.save_log_probs:
-        record["_log_probs"] = [r.log_probs for r in responses]
-    talks = [r for r in responses if isinstance(r, Conversation)]
-    if talks:
-        record["_turns"] = [json.dumps(talk.transcript(), ensure_ascii=False) for talk in talks]
-    return record
+        columns["_log_probs"] = "list<list<float64>>", attrgetter("log_probs")
+    if cfg.rollout.multi_turn.enable:
+        columns["_turns"] = "list<string>", lambda talk: json.dumps(talk.transcript(), ensure_ascii=False)
+    return columns
 
 
 def _preflight(cfg: GenerationConfig, choice: ModelChoice) -> None:
     """Check everything that can be checked without loading the model; report all problems at once."""
     problems = [absent(entry, "data.path") for entry in cfg.data.path]
     problems.append(folder_problem(choice.path, "model.path"))
-    packages = (
-        {cfg.rollout.name: f"rollout.name={cfg.rollout.name}"}
-        if engine_spec(cfg.rollout.name).package
-        else {}
-    )
+    packages = {}
+    if engine_spec(cfg.rollout.name).package:
+        packages[cfg.rollout.name] = f"rollout.name={cfg.rollout.name}"
     if engines(cfg) > 1:
         packages["ray"] = f"generating on {engines(cfg)} processes (trainer.n_gpus_per_node, trainer.nnodes)"
-    for name, why in packages.items():
-        if importlib.util.find_spec(name) is None:
-            problems.append(str(missing_package(name, name, why)))
-    found = [*machine_errors(cfg), *(problem for problem in problems if problem)]
+    absent_packages = {name: why for name, why in packages.items() if importlib.util.find_spec(name) is None}
+    problems += [str(missing_package(name, name, why)) for name, why in absent_packages.items()]
+    found = machine_errors(cfg) + [problem for problem in problems if problem]
     found = found or hub_problems({"model.path": choice.path})
     if found:
         raise ConfigError("\n".join(found))
     if cfg.rollout.max_model_len is not None:
         warn_of_length(cfg.model, PROMPT_AND_RESPONSE, cfg.rollout.max_model_len, choice.path)
-
-
-def prompt_section(cfg: GenerationConfig) -> DataConfig:
-    """The data section of training that reads the same prompts."""
-    names = {field.name for field in fields(DataConfig)} & {field.name for field in fields(cfg.data)}
-    own = {name: getattr(cfg.data, name) for name in names if name != "response_key"}
-    return DataConfig(**own, shuffle=False, val_max_samples=cfg.data.max_samples)
-
-
-def added_columns(cfg: GenerationConfig) -> dict[str, str]:
-    """Names and types of the added columns; each value is a list with one entry per response."""
-    key, data = cfg.data.response_key, cfg.data
-    columns = {key: "list<string>", f"{key}_finish_reason": "list<string>", f"{key}_length": "list<int64>"}
-    if data.save_token_ids:
-        columns[f"{key}_token_ids"] = "list<list<int64>>"
-    if data.save_log_probs:
-        columns[f"{key}_log_probs"] = "list<list<float64>>"
-    if cfg.rollout.multi_turn.enable:
-        columns[f"{key}_turns"] = "list<string>"
-    return columns
 
 
 def decisive_settings(cfg: GenerationConfig, choice: ModelChoice, dataset: RLDataset) -> dict[str, Any]:
@@ -276,13 +252,11 @@ class Journal:
             raise DataError(f"data.output_path: {self.path} cannot be opened: {error.strerror}") from error
         self._synced, self._end = time.monotonic(), 0
         try:
-            fcntl.flock(self._file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not lock(self._file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB):
+                raise DataError(
+                    f"another process writes to {self.path}; wait, or set another data.output_path"
+                )
             self._recover(json.loads(json.dumps(dict(settings))), overwrite)
-        except BlockingIOError:
-            self._file.close()
-            raise DataError(
-                f"another process writes to {self.path}; wait, or set another data.output_path"
-            ) from None
         except BaseException:
             self._file.close()
             raise

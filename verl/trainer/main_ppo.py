@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -121,14 +122,11 @@ def run_once(
     with open_run(cfg, **given) as parts:
         require_disk(plan, parts.folder.path, parts.total_steps)
         loop = build_loop(cfg, parts, model=model, live=live)
-        try:
+        with closing(loop.workers), closing(loop.tracker):
             with stop.stops(loop), short_switch_interval():
                 metrics = loop.fit()
             if metrics and not cfg.trainer.val_only:
                 require_saved(parts.folder, loop.step_number, loop.saved_step, loop.checkpoints.failure)
-        finally:
-            loop.tracker.close()
-            loop.workers.close()
         early = loop.step_number < parts.total_steps and not cfg.trainer.val_only
         return RunResult(parts.folder.path, metrics, loop.step_number, stopped=stop.asked and early)
 

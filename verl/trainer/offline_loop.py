@@ -4,8 +4,9 @@ ranks on Ray."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,27 +18,24 @@ from verl.config.parallelism import world_size
 from verl.config.schema import DPOConfig, PreferenceConfig, RewardTrainingConfig
 from verl.data.offline_dataset import PreferenceDataset, SFTDataset, use_of
 from verl.data.tokenizer import load_tokenizer, warn_of_vocabulary
-from verl.errors import CheckpointError
+from verl.errors import ConfigError
 from verl.observe.diagnoses import Finding, read_findings
 from verl.observe.health import HealthMonitor
 from verl.observe.live import live
 from verl.observe.metrics import Timer, profiled
 from verl.runtime import quiet_transformers, seed_everything
-from verl.trainer.early_stop import EarlyStop
-from verl.trainer.reward_padding import set_padding
-from verl.trainer.setup import fit_to, whole_number
-from verl.workers.offline import OfflineRole, RewardRole, SFTRole
+from verl.trainer.setup import fit_to
+from verl.workers.offline import OfflineRole, RewardRole, SFTRole, set_padding
 from verl.workers.placement import require_ray
 from verl.workers.preference import PreferenceRole
 from verl.workers.rank import JoinedRank, RankSetup
 
 if TYPE_CHECKING:
     from verl.config.schema import OfflineConfig
+    from verl.config.sections.trainer import OfflineTrainerConfig
     from verl.data.loader import Loader
     from verl.data.proto import DataProto
     from verl.watchdog import StackWatchdog
-    from verl.workers.ray_calls import RankCalls
-    from verl.workers.ray_group import RankSnapshots
 
 
 @dataclass
@@ -69,21 +67,6 @@ def load_data(cfg: OfflineConfig) -> OfflineData:
     )
 
 
-def build_loop(
-    cfg: OfflineConfig,
-    data: OfflineData,
-    folder: Path,
-    watchdog: StackWatchdog | None = None,
-    repeat_to: int | None = None,
-) -> OfflineLoop:
-    """Load this rank's shard of the model."""
-    kind: type[OfflineRole] = SFTRole
-    if isinstance(cfg, PreferenceConfig):
-        kind = PreferenceRole if isinstance(cfg, DPOConfig) else RewardRole
-    role = kind(cfg, training_steps=data.total_steps, bad_batch_dir=folder / "bad_batches")
-    return OfflineLoop(cfg, role=role, data=data, run_folder=folder, watchdog=watchdog, repeat_to=repeat_to)
-
-
 @dataclass
 class Update:
     """What a loop reports: at the start what it resumed, then every step, then the end."""
@@ -112,24 +95,82 @@ def timed(batches: Iterable[DataProto]) -> Iterator[tuple[DataProto, dict[str, f
         yield batch, timer.metrics()
 
 
+@dataclass
+class EarlyStop:
+    """Counts validations in a row that are no better than the best. Without `patience` it never ends a run."""
+
+    metric: str
+    mode: str
+    patience: int | None
+    best: float | None = None
+    best_step: int = 0
+    waited: int = 0
+
+    @classmethod
+    def from_config(cls, trainer: OfflineTrainerConfig) -> EarlyStop:
+        return cls(trainer.keep_best or "", trainer.keep_best_mode, trainer.early_stop_patience)
+
+    def improves(self, metrics: Mapping[str, float]) -> bool:
+        """Whether this validation is better than all before; one that is not a number is not."""
+        if self.metric not in metrics:
+            measured = ", ".join(sorted(name for name in metrics if name.startswith("val/")))
+            raise ConfigError(
+                f"trainer.early_stop_patience={self.patience} needs trainer.keep_best={self.metric}, which validation "
+                f"does not measure; measured: {measured}"
+            )
+        value = metrics[self.metric]
+        if math.isnan(value) or self.best is None:
+            return not math.isnan(value)
+        return value < self.best if self.mode == "min" else value > self.best
+
+    def add(self, step: int, metrics: Mapping[str, float], improved: bool) -> None:
+        """Count a validation; `improved` as all ranks agreed."""
+        if improved:
+            self.best, self.best_step, self.waited = metrics[self.metric], step, 0
+        else:
+            self.waited += 1
+
+    @property
+    def reached(self) -> bool:
+        return self.patience is not None and self.waited >= self.patience
+
+    def notice(self, step: int) -> str:
+        best = "none was a number"
+        if self.best is not None:
+            best = f"the best was {self.best:.6g} at step {self.best_step}"
+        return (
+            f"ended early after step {step}: {self.metric} has not improved in {self.waited} validations ({best}). To "
+            "continue, start again with a larger trainer.early_stop_patience"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        counted = {} if self.best is None else {"best": self.best, "best_step": self.best_step}
+        return {"metric": self.metric, "mode": self.mode, "waited": self.waited, **counted}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue counting; the count of another metric is dropped."""
+        if (state.get("metric"), state.get("mode")) == (self.metric, self.mode):
+            self.best, self.best_step = state.get("best"), state.get("best_step", 0)
+            self.waited = state["waited"]
+
+
 class OfflineLoop:
     """Read a batch, learn from it, and again; on every rank."""
 
     def __init__(
         self,
         cfg: OfflineConfig,
-        *,
-        role: OfflineRole,
         data: OfflineData,
         run_folder: Path,
         watchdog: StackWatchdog | None = None,
         repeat_to: int | None = None,
     ) -> None:
-        """`repeat_to`: the last step of `verl replay`, which saves nothing."""
-        self.cfg = cfg
-        self.role = role
-        self.data = data
-        self.run_folder = run_folder
+        """Loads this rank's shard of the model. `repeat_to`: the last step of `verl replay`, which saves nothing."""
+        kind: type[OfflineRole] = SFTRole
+        if isinstance(cfg, PreferenceConfig):
+            kind = PreferenceRole if isinstance(cfg, DPOConfig) else RewardRole
+        self.role = kind(cfg, training_steps=data.total_steps, bad_batch_dir=run_folder / "bad_batches")
+        self.cfg, self.data, self.run_folder = cfg, data, run_folder
         self.checkpoints = CheckpointManager.from_config(cfg, run_folder)
         self.step_number = 0
         self.saved_step = 0
@@ -255,17 +296,13 @@ class OfflineLoop:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken; where it cannot be used, nothing changes."""
-        step = whole_number(state, "step")
-        if not isinstance(state.get("metrics", {}), dict):
-            raise CheckpointError("its metrics are no mapping")
         early_stop = EarlyStop.from_config(self.cfg.trainer)
         early_stop.load_state_dict(state.get("early_stop", {}))
         health = HealthMonitor(self.cfg)
         if "health" in state:
             health.load_state_dict(state["health"])
-        self.data.train.load_state_dict(
-            state["loader"]
-        )  # the last that may refuse; it changes all or nothing
+        step = int(state["step"])
+        self.data.train.load_state_dict(state["loader"])  # the last to refuse: it changes all or nothing
         self.step_number, self.early_stop, self.health = step, early_stop, health
 
     def request_stop(self) -> None:
@@ -286,9 +323,8 @@ class OfflineRank(JoinedRank):
 
     def do_build(self, setup: RankSetup[OfflineConfig]) -> None:
         self.join(setup)
-        self._loop = build_loop(
-            setup.cfg, load_data(setup.cfg), setup.run_folder, self.watchdog, setup.repeat_to
-        )
+        data = load_data(setup.cfg)
+        self._loop = OfflineLoop(setup.cfg, data, setup.run_folder, self.watchdog, setup.repeat_to)
 
     def do_fit(self) -> Iterator[Update]:
         assert self._loop is not None
@@ -313,15 +349,15 @@ class RayLoop:
         require_ray(cfg)
         from verl.workers.ray_calls import RankCalls
         from verl.workers.ray_cluster import Cluster
-        from verl.workers.ray_group import START_S, RankSnapshots, build_ranks
+        from verl.workers.ray_group import CLOSE_S, START_S, RankSnapshots, build_ranks
 
-        self._cluster = Cluster(cfg)
-        self._calls: RankCalls | None = None
-        self._ranks: RankSnapshots | None = None
-        try:
-            self._cluster.connect()
-            actors = self._cluster.start_actors(START_S, "verl.trainer.offline_loop:OfflineRank")
+        with ExitStack() as stack:
+            cluster = Cluster(cfg)
+            stack.callback(cluster.close)
+            cluster.connect()
+            actors = cluster.start_actors(START_S, "verl.trainer.offline_loop:OfflineRank")
             self._calls = RankCalls(actors, cfg.trainer.watchdog_s)
+            stack.callback(self._calls.shutdown, CLOSE_S)
             setup = RankSetup(
                 cfg=copy.deepcopy(cfg),
                 tokenizer=None,
@@ -329,30 +365,21 @@ class RayLoop:
                 run_folder=folder.absolute(),
                 repeat_to=repeat_to,
             )
-            build_ranks(self._cluster, self._calls, OfflineRank.do_build, setup)
-            self._ranks = RankSnapshots([self._calls])
-            live.others = self._ranks.take
-        except BaseException:
-            self.close()
-            raise
+            build_ranks(cluster, self._calls, OfflineRank.do_build, setup)
+            ranks = RankSnapshots([self._calls])
+            stack.callback(ranks.close)
+            live.others = ranks.take
+            self._stack = stack.pop_all()
 
     def run(self) -> Iterator[Update]:
         """The updates of rank 0."""
-        assert self._calls is not None
         for rank, update in self._calls.stream_all(OfflineRank.do_fit):
             if rank == 0:
                 yield update
 
     def request_stop(self) -> None:
-        assert self._calls is not None
         for rank in range(len(self._calls)):
             self._calls.control(rank, OfflineRank.control_stop)
 
     def close(self) -> None:
-        from verl.workers.ray_group import CLOSE_S
-
-        if self._ranks is not None:
-            self._ranks.close()
-        if self._calls is not None:
-            self._calls.shutdown(CLOSE_S)
-        self._cluster.close()
+        self._stack.close()

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterable
 from contextlib import closing
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl.errors import RESUME, ConfigError
@@ -145,7 +146,7 @@ def run_once(
     from verl.config.parallelism import world_size
     from verl.config.plan import RunPlan, batch_plan
     from verl.trainer.main_ppo import RunResult
-    from verl.trainer.offline_loop import RayLoop, build_loop, load_data
+    from verl.trainer.offline_loop import OfflineLoop, RayLoop, load_data
     from verl.trainer.preflight import require_disk
     from verl.trainer.setup import (
         open_run_folder,
@@ -153,7 +154,6 @@ def run_once(
         record_config,
         require_profiled_steps,
         require_saved,
-        run_path,
         try_write_report,
     )
     from verl.workers.rank import record_rank_phases
@@ -162,9 +162,10 @@ def run_once(
     trainer = cfg.trainer
     require_profiled_steps(trainer, data.total_steps)
     if monitor is not None and monitor.job.rank > 0:
-        record_rank_phases(run_path(trainer), monitor.job.rank)
+        path = Path(trainer.default_local_dir).absolute()
+        record_rank_phases(path, monitor.job.rank)
         with (
-            closing(build_loop(cfg, data, run_path(trainer), monitor.watchdog)) as follower,
+            closing(OfflineLoop(cfg, data, path, monitor.watchdog)) as follower,
             stop.stops(follower),
         ):
             for _ in follower.run():
@@ -190,9 +191,7 @@ def run_once(
                 if monitor is None and world_size(cfg) > 1:
                     loop = RayLoop(cfg, data, folder.path)
                 else:
-                    loop = build_loop(
-                        cfg, data, folder.path, monitor.watchdog if monitor is not None else None
-                    )
+                    loop = OfflineLoop(cfg, data, folder.path, None if monitor is None else monitor.watchdog)
                 with closing(loop), stop.stops(loop):
                     last = record(loop.run(), folder, tracker, data.total_steps)
                 if "val/accuracy" in last.metrics:

@@ -41,22 +41,19 @@ def preflight(
     plan = RunPlan(cfg)
     problems = unavailable(cfg) + plan.absent + _absent_files(cfg, given_data)
     if not given_model:
-        models, any_head = _models(plan), isinstance(cfg, RewardTrainingConfig)
-        found = [
-            folder_problem(path, key, language_model=not (any_head or key in _ANY_HEAD))
-            for key, path in models.items()
-        ]
-        problems += [problem for problem in found if problem] or hub_problems(models)
+        problems += _model_problems(_models(plan), any_head=isinstance(cfg, RewardTrainingConfig))
         problems += model_layout_errors(plan)
     if isinstance(cfg, PPOConfig) and needs_teacher(cfg):
-        teacher = {f"{TEACHER}.path": cfg.actor_rollout_ref.teacher.path}
-        found = [folder_problem(path, key) for key, path in teacher.items()]
-        wrong = [problem for problem in found if problem] or hub_problems(teacher)
+        wrong = _model_problems({f"{TEACHER}.path": cfg.actor_rollout_ref.teacher.path})
         problems += wrong or teacher_model_errors(cfg, given_model=given_model)
     if problems:
         raise ConfigError("\n".join(problems))
     if not given_model:
-        _warn_of_length(cfg)
+        if isinstance(cfg, OfflineConfig):
+            warn_of_length(cfg.model, "data.max_length", cfg.data.max_length)
+        else:
+            longest = cfg.data.max_prompt_length + cfg.data.max_response_length
+            warn_of_length(cfg.actor_rollout_ref.model, PROMPT_AND_RESPONSE, longest)
         if saves:
             require_disk(plan, Path(cfg.trainer.default_local_dir), total_steps=1)
     return plan
@@ -101,6 +98,15 @@ def _models(plan: RunPlan) -> dict[str, str]:
     return named
 
 
+def _model_problems(models: Mapping[str, str], any_head: bool = False) -> list[str]:
+    """What is wrong with models, by their keys; `any_head`: none of them must be a language model."""
+    found = [
+        folder_problem(path, key, language_model=not (any_head or key in _ANY_HEAD))
+        for key, path in models.items()
+    ]
+    return [problem for problem in found if problem] or hub_problems(models)
+
+
 def hub_problems(models: Mapping[str, str]) -> list[str]:
     """Models, by their keys, that are neither here nor on a hub that can be reached. Without the hub, models in the
     cache are used without asking it again: transformers would ask for every file several times."""
@@ -122,14 +128,6 @@ def hub_problems(models: Mapping[str, str]) -> list[str]:
         f"({reason}). Give a folder, or run `hf download {wanted[key]}` where it can"
         for key in lacking
     ]
-
-
-def _warn_of_length(cfg: PPOConfig | OfflineConfig) -> None:
-    if isinstance(cfg, OfflineConfig):
-        warn_of_length(cfg.model, "data.max_length", cfg.data.max_length)
-    else:
-        longest = cfg.data.max_prompt_length + cfg.data.max_response_length
-        warn_of_length(cfg.actor_rollout_ref.model, PROMPT_AND_RESPONSE, longest)
 
 
 def warn_of_length(

@@ -26,12 +26,12 @@ from verl.config.schema import OfflineConfig, PPOConfig
 from verl.config.sources import set_path
 from verl.errors import CheckpointError, ConfigError, DataError, VerlError
 from verl.observe.jsonl import dumps
-from verl.observe.run_folder import expanded
+from verl.observe.run_folder import expanded, read_lineage
 from verl.observe.run_reader import Run
 from verl.observe.trackers import Tracker
 from verl.runtime import exits_as_errors
 from verl.trainer.compare import ENGINE_LOG_PROBS, NUMERICS, Comparison, Files, compare, metrics_differ
-from verl.trainer.recorded import Recorded, open_recorded
+from verl.trainer.fork import Recorded, open_recorded
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ def first_checkpoint(recorded: Recorded, step: int, asked: int | None) -> Path |
         return recorded.checkpoint(asked).path
     if asked is None and (newest := newest_complete(recorded.path, below=step)) is not None:
         return newest.path
-    lineage = recorded.lineage
+    lineage = read_lineage(recorded.path)
     if lineage is not None:
         raise DataError(
             f"{recorded.path} was forked from {lineage.parent_name} after step {lineage.step}, so it cannot be "
@@ -193,17 +193,14 @@ def _repeat_rl(cfg: PPOConfig, step: int, recorded: Files) -> None:
 
     with open_run(cfg) as parts:
         loop = build_loop(cfg, parts)
-        try:
+        with closing(loop.workers), closing(loop.tracker):
             loop.repeat_to = step
             loop.tracker.trackers["replay"] = StopAtDifference(loop, recorded)
             loop.fit()
-        finally:
-            loop.tracker.close()
-            loop.workers.close()
 
 
 def _repeat_offline(cfg: OfflineConfig, step: int, recorded: Files) -> None:
-    from verl.trainer.offline_loop import OfflineLoop, RayLoop, build_loop, load_data
+    from verl.trainer.offline_loop import OfflineLoop, RayLoop, load_data
     from verl.trainer.offline_trainer import record
     from verl.trainer.setup import open_run_folder, open_tracker
 
@@ -216,7 +213,7 @@ def _repeat_offline(cfg: OfflineConfig, step: int, recorded: Files) -> None:
         if world_size(cfg) > 1:
             loop = RayLoop(cfg, data, folder.path, step)
         else:
-            loop = build_loop(cfg, data, folder.path, repeat_to=step)
+            loop = OfflineLoop(cfg, data, folder.path, repeat_to=step)
         tracker.trackers["replay"] = StopAtDifference(loop, recorded)
         with closing(loop):
             record(loop.run(), folder, tracker, data.total_steps)
@@ -250,23 +247,13 @@ def report(found: Comparison, first: int, last: int, start: Path | None) -> str:
         f"  repeated  {_shown(different.repeated)}",
         f"  points to {different.cause}",
     ]
-    versions = other_versions(start)
-    if versions:
-        lines.append(f"  versions  {versions}")
-    return "\n".join(lines)
-
-
-def other_versions(start: Path | None) -> str:
-    """Packages whose versions are others than when the checkpoint was saved."""
-    if start is None:
-        return ""
-    now = installed_versions()
-    before = read_manifest(start).versions
-    return ", ".join(
+    now, before = installed_versions(), {} if start is None else read_manifest(start).versions
+    others = [
         f"{name} was {version}, is {now.get(name, 'not installed')}"
         for name, version in sorted(before.items())
         if now.get(name) != version
-    )
+    ]
+    return "\n".join([*lines, f"  versions  {', '.join(others)}"] if others else lines)
 
 
 def _shown(value: Any) -> str:

@@ -8,53 +8,41 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import difflib
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 
-from verl.algorithms import get_policy_loss_prepare, policy_loss_names
+from verl.algorithms import get_policy_loss_prepare
 from verl.checkpoint import CheckpointManager, PartSettings
 from verl.checkpoint.manifest import MANIFEST
 from verl.checkpoint.steps import list_steps
-from verl.config.machine import on_cpu
-from verl.config.parallelism import world_size
 from verl.config.roles import ACTOR
 from verl.data.assemble import assemble_rollouts
 from verl.data.chat import ChatFormat
 from verl.data.conversations import answer_ids
 from verl.data.files import Rows
-from verl.data.proto import DataProto
+from verl.data.proto import DataProto, object_column
 from verl.data.rl_dataset import RLDataset
-from verl.data.tokenizer import load_tokenizer
 from verl.errors import CheckpointError, ConfigError, DataError, VerlError
-from verl.models.external_model import avoid_slow_bf16, given_keys, unwrapped
 from verl.observe.metrics import average_metrics
-from verl.rollout.base import Response
-from verl.trainer.api import handed_back, model_name, refuse_torchrun
-from verl.trainer.external_batches import rows_of
-from verl.trainer.preflight import preflight
-from verl.trainer.session_config import session_config
-from verl.trainer.setup import whole_number
-from verl.trainer.worker_api import with_texts
+from verl.rollout.base import GenerationSettings, Response, SamplingParams
+from verl.trainer.external_batches import all_rows, rows_of
+from verl.trainer.given_model import borrowed, own_tokenizer, session_config
 from verl.workers.group import mini_batches
-from verl.workers.local import LocalGroup
-from verl.workers.own_loss import LossFunction, cross_entropy
+from verl.workers.own_loss import CROSS_ENTROPY, LossFunction, check_policy_rows, cross_entropy
 from verl.workers.placement import RayCheckpoints, build_group, open_checkpoints
 from verl.workers.roles import step_metrics, training_settings
 
 if TYPE_CHECKING:
-    from verl.config.schema import ActorConfig
+    from verl.workers.local import LocalGroup
     from verl.workers.ray_group import RayGroup
 
-_ROWS = ("input_ids", "attention_mask", "response_mask")
-CROSS_ENTROPY = "cross_entropy"
-_CONTENTS = ("model", "optimizer", "extra", "hf_model")
+Settings = TypeVar("Settings", SamplingParams, GenerationSettings)
 
 
 class Session:
@@ -95,92 +83,61 @@ class Session:
             overrides: Any other key of the configuration reference that a session reads, by its full name; with
                 `trainer.n_gpus_per_node` and `trainer.nnodes` the session runs on Ray, with a model given by its path.
         """
-        refuse_torchrun("Session", "overrides={'trainer.n_gpus_per_node': ...}")
         given = isinstance(model, nn.Module)
-        if not given and not (isinstance(model, (str, Path)) and str(model)):
-            raise ConfigError(
-                f"the model is {model!r}; give a folder, a hub id, or a loaded transformers model"
-            )
         if optimizer is not None and not given:
             raise ConfigError(
                 "an optimizer of your own holds the parameters of a loaded model: give that model, not its path"
             )
-        asked = {
-            **({"actor_rollout_ref.model.lora_rank": lora_rank} if lora_rank else {}),
-            **(overrides or {}),
-        }
-        self.cfg = session_config(
-            overrides or {},
-            {
-                "actor_rollout_ref.model.path": model_name(model) if given else str(model),
-                "actor_rollout_ref.model.dtype": dtype,
-                "actor_rollout_ref.model.lora_rank": lora_rank,
-                "trainer.device": device,
-                **({} if lr is None else {"actor_rollout_ref.actor.optim.lr": lr}),
-                **(given_keys(model, asked) if given else {}),
-            },
-        )
-        preflight(self.cfg, given_model=given, given_data=True)
-        section = self.cfg.actor_rollout_ref.model
-        if tokenizer is None:
-            if given and not getattr(model, "name_or_path", ""):
-                raise ConfigError(
-                    "the model does not say which folder it came from; give Session(..., tokenizer=...)"
-                )
-            source = section.tokenizer_path or section.path
-            tokenizer = load_tokenizer(source, section.trust_remote_code, self.cfg.data.chat_template)
-        self.tokenizer = tokenizer
+        cfg = session_config(model, overrides or {}, device=device, dtype=dtype, lora_rank=lora_rank, lr=lr)
+        tokenizer = own_tokenizer(model, cfg, "Session") if tokenizer is None else tokenizer
+        reference = reference and cfg.actor_rollout_ref.model.lora_rank == 0  # with LoRA it is in the model
         with ExitStack() as stack:
-            self._group = self._build(stack, model, optimizer, reference)
-            self._stack = stack.pop_all()
+            module = stack.enter_context(borrowed(model, cfg)) if isinstance(model, nn.Module) else None
+            # A copy for the reference is taken before the engine prepares the module for training.
+            frozen = copy.deepcopy(module) if reference else None
+            group = build_group(
+                cfg,
+                tokenizer,
+                training_steps=cfg.trainer.total_training_steps,
+                run_folder=None,
+                model=module,
+                optimizer=optimizer,
+            )
+            stack.callback(group.close)
+            if reference and not group.has("ref"):
+                group.add("ref", frozen)
+            self._hold(group, tokenizer, stack.pop_all(), optimizer)
         self._loadable = not given
-        self._optimizer = optimizer
-        self._samples = 0
-        self._managers: dict[Path, CheckpointManager] = {}
-        self._began = 0
-        self._pending = 0
-        self._closed = False
 
-    def _build(
-        self,
-        stack: ExitStack,
-        model: str | Path | nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        reference: bool,
-    ) -> LocalGroup | RayGroup:
-        """The models; closing `stack` releases them and hands the given one back."""
-        section, steps = self.cfg.actor_rollout_ref.model, self.cfg.trainer.total_training_steps
-        several = world_size(self.cfg) > 1
-        if several and isinstance(model, nn.Module):
-            raise ConfigError(
-                f"a session on {world_size(self.cfg)} processes cannot train the object it is given in place: give the "
-                "model's folder"
-            )
-        reference = reference and section.lora_rank == 0  # with LoRA it is in the model
-        module = frozen = None
-        if isinstance(model, nn.Module):
-            module = stack.enter_context(unwrapped(model))
-            stack.enter_context(handed_back(module))
-            if section.dtype == "auto":
-                avoid_slow_bf16(module, torch.device("cpu" if on_cpu(self.cfg) else "cuda"))
-            if reference:
-                frozen = copy.deepcopy(module)  # before the engine prepares it for training
-        group: LocalGroup | RayGroup
-        if several:
-            group = build_group(self.cfg, self.tokenizer, training_steps=steps, run_folder=None)
-        else:
-            group = LocalGroup(
-                self.cfg, self.tokenizer, training_steps=steps, model=module, optimizer=optimizer
-            )
-        stack.callback(group.close)
-        if reference and not group.has("ref"):
-            group.add("ref", frozen)
-        return group
+    @classmethod
+    def over(cls, group: LocalGroup, tokenizer: Any = None) -> Session:
+        """The verbs over a worker group that is built already; `close` closes it."""
+        session = cls.__new__(cls)
+        session._hold(group, tokenizer, ExitStack())
+        session._stack.callback(group.close)
+        return session
+
+    def _hold(
+        self, group: LocalGroup | RayGroup, tokenizer: Any, stack: ExitStack, optimizer: Any = None
+    ) -> None:
+        """`stack` is closed with the session."""
+        self.cfg, self.tokenizer = group.cfg, tokenizer
+        self._opened, self._stack = group, stack
+        self._loadable, self._optimizer = False, optimizer
+        self._samples = self._began = self._pending = 0
+        self._managers: dict[Path, CheckpointManager] = {}
+        self._closed = False
 
     @property
     def step(self) -> int:
         """Optimiser steps taken, those before a `load` included."""
-        return self._group.policy_version
+        return self._opened.policy_version
+
+    @property
+    def _group(self) -> LocalGroup | RayGroup:
+        if self._closed:
+            raise VerlError("the session is closed; open another one with Session(model, ...)")
+        return self._opened
 
     # -- sampling -------------------------------------------------------------------------------------------------
 
@@ -219,31 +176,33 @@ class Session:
             One row per response, with the tensors, columns and temperature that `verl.workers.RolloutWorker.generate`
             returns.
         """
-        self._check_open()
-        rollout, data = self.cfg.actor_rollout_ref.rollout, self.cfg.data
-        changes: dict[str, Any] = {
-            "temperature": temperature,
-            "top_p": top_p,
-            "top_k": top_k,
-            "min_p": min_p,
-            "stop": None if stop is None else tuple(stop),
-            "stop_token_ids": None if stop_token_ids is None else tuple(stop_token_ids),
-        }
         rows = self._prompts(prompts)
-        longest = data.max_response_length if max_tokens is None else max_tokens
-        settings = training_settings(rollout, longest, self._samples)
-        sampling = dataclasses.replace(
-            settings.sampling, **{name: value for name, value in changes.items() if value is not None}
+        longest = self.cfg.data.max_response_length if max_tokens is None else max_tokens
+        settings = training_settings(self.cfg.actor_rollout_ref.rollout, longest, self._samples)
+        sampling = _changed(
+            settings.sampling,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            stop=None if stop is None else tuple(stop),
+            stop_token_ids=None if stop_token_ids is None else tuple(stop_token_ids),
         )
-        settings = dataclasses.replace(
-            settings,
-            sampling=sampling,
-            n=rollout.n if n is None else n,
-            seed=settings.seed if seed is None else seed,
-        )
+        settings = _changed(settings, sampling=sampling, n=n, seed=seed)
         if settings.n < 1:
             raise ConfigError(f"sample(n={settings.n}): at least 1 response per prompt is needed")
-        return with_texts(self._group.generate(rows, settings), self.tokenizer, sampling)
+        out = self._group.generate(rows, settings)
+        responses = out.batch["responses"]
+        lengths = out.batch["attention_mask"][:, -responses.shape[1] :].sum(-1).tolist()
+        texts = [
+            self.tokenizer.decode(row[: int(length)], skip_special_tokens=True)
+            for row, length in zip(responses.tolist(), lengths, strict=True)
+        ]
+        out.non_tensor_batch["response_text"] = object_column(texts)
+        # The distribution its log-probs belong to, so that training recomputes the same one.
+        plain = sampling.raw_log_probs or sampling.temperature == 0
+        out.meta_info["temperature"] = 1.0 if plain else sampling.temperature
+        return out
 
     def encode(self, prompts: Sequence[Any] | DataProto, responses: Sequence[str]) -> DataProto:
         """Rows like those of `sample` for responses that are given as texts, each with the end token after it.
@@ -256,7 +215,6 @@ class Session:
             One row per response, without `rollout_log_probs`, `response_text` and `policy_version`: no policy drew
             them.
         """
-        self._check_open()
         rows = self._prompts(prompts)
         chat = ChatFormat.of(self.tokenizer, self.cfg.data)
         names = [f"prompt {number}" for number in range(len(rows))]
@@ -273,14 +231,9 @@ class Session:
             return prompts
         if isinstance(prompts, (str, list, tuple)) and not prompts:
             raise DataError("there are no prompts; give at least one")
-        if isinstance(prompts, str):
-            prompts = [prompts]
-        rows = Rows.from_list(rows_of(prompts, self.cfg.data.prompt_key, "the prompts are a"), "the prompts")
-        dataset = RLDataset(self.cfg.data, rows, self.tokenizer, files_key="the prompts")
-        positions = range(len(dataset))
-        return dataset.batch(positions, [f"{self._samples}-{position}" for position in positions])
-
-    # -- forward passes ---------------------------------------------------------------------------------------------
+        prompts, data = [prompts] if isinstance(prompts, str) else prompts, self.cfg.data
+        rows = Rows.from_list(rows_of(prompts, data.prompt_key, "the prompts are a"), "the prompts")
+        return all_rows(RLDataset(data, rows, self.tokenizer, files_key="the prompts"), str(self._samples))
 
     def forward(self, role: str, batch: DataProto, columns: Sequence[str]) -> DataProto:
         """Columns that a role provides, without gradient.
@@ -294,7 +247,6 @@ class Session:
         Returns:
             The columns on the CPU, a row for each row of the batch.
         """
-        self._check_open()
         batch = self._with_temperature(batch)
         if role == "ref" and not self._group.has("ref"):
             if not self._loadable and self.cfg.actor_rollout_ref.model.lora_rank == 0:
@@ -322,7 +274,8 @@ class Session:
         return self.forward(role, batch, (column,)).batch[column]
 
     def _with_temperature(self, batch: DataProto) -> DataProto:
-        missing = [name for name in _ROWS if name not in batch.batch]
+        needed = ("input_ids", "attention_mask", "response_mask")
+        missing = [name for name in needed if name not in batch.batch]
         if missing:
             raise DataError(
                 f"the batch has no {missing[0]!r}; it has: {', '.join(sorted(batch.batch)) or 'no tensors'}. Rows come "
@@ -349,13 +302,15 @@ class Session:
         Returns:
             Metrics of the loss, e.g. `actor/pg_loss` or `actor/loss`.
         """
-        self._check_open()
         mini = self._mini_batch(batch, of)
         loss = self.cfg.actor_rollout_ref.actor.policy_loss.loss_mode if loss is None else loss
         if loss == CROSS_ENTROPY:
             loss = cross_entropy
         elif isinstance(loss, str):
-            self._policy_gradient(mini, loss)
+            check_policy_rows(mini, loss, self.cfg.actor_rollout_ref.actor, self.step)
+            prepare = get_policy_loss_prepare(loss)
+            if prepare is not None:
+                self._group.prepare(mini, prepare, self._pending)
         try:
             metrics = self._group.train(ACTOR, mini, loss=loss, step=False)
         except BaseException:
@@ -374,7 +329,6 @@ class Session:
             `actor/grad_norm`, `actor/lr` and `actor/skipped_updates`, which is 1 when the gradient was not finite and
             nothing was changed.
         """
-        self._check_open()
         if not self._pending:
             raise VerlError(
                 "optim_step() has no gradients to apply: call forward_backward(batch, loss) first"
@@ -391,7 +345,6 @@ class Session:
 
     def sync_weights(self) -> dict[str, float]:
         """Let `sample` use the present weights, where something else than `optim_step` changed them."""
-        self._check_open()
         return self._group.sync_weights()
 
     def zero_grad(self) -> None:
@@ -406,23 +359,9 @@ class Session:
         counted = minis if of is None else list(mini_batches(of, max(len(of), 1), 1, seed=0))
         if not minis or not counted or not counted[0].meta_info["batch_num_tokens"]:
             raise DataError("the batch has no token to learn from: its response_mask is 0 everywhere")
-        counts = {name: counted[0].meta_info[name] for name in ("batch_num_tokens", "global_batch_size")}
-        minis[0].meta_info |= counts
+        for name in ("batch_num_tokens", "global_batch_size"):
+            minis[0].meta_info[name] = counted[0].meta_info[name]
         return minis[0]
-
-    def _policy_gradient(self, mini: DataProto, name: str) -> None:
-        """Add what the policy loss `name` prepares from the rows, after all that can be refused."""
-        known = [CROSS_ENTROPY, *policy_loss_names()]
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(
-                f"loss={name!r} is unknown; allowed: {', '.join(known)}, or a function (log_probs, batch).{hint}"
-            )
-        check_policy_columns(mini, name, self.cfg.actor_rollout_ref.actor, self.step)
-        prepare = get_policy_loss_prepare(name)
-        if prepare is not None:
-            self._group.prepare(mini, prepare, self._pending)
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -434,13 +373,20 @@ class Session:
         Returns:
             The path of `global_step_N`.
         """
-        self._check_open()
         if self._pending:
             raise VerlError(
                 f"save() would lose the gradients of {self._pending} forward_backward calls: call optim_step() or "
                 "zero_grad() first"
             )
-        manager = self._checkpoints(Path(folder).expanduser().absolute())
+        folder = Path(folder).expanduser().absolute()
+        manager: CheckpointManager | RayCheckpoints | None = self._managers.get(folder)
+        if manager is None:
+            contents = ["model", *([] if self._optimizer else ["optimizer"]), "extra", "hf_model"]
+            settings = {"actor": PartSettings(save_contents=contents)}
+            # What an earlier session left there beyond the step this one began at is put aside.
+            manager = open_checkpoints(self._group, folder, settings, self._began, continue_without=True)
+        if isinstance(manager, CheckpointManager):  # ranks remember theirs
+            self._managers[folder] = manager
         state: dict[str, Any] = {"step": self.step, "policy_version": self.step, "samples": self._samples}
         if self._optimizer is not None:  # its state has a form of its own, and is empty before the first step
             state["optimizer"] = self._optimizer.state_dict()
@@ -449,17 +395,6 @@ class Session:
         if saved is None:
             raise CheckpointError(f"the checkpoint could not be written to {folder}: {manager.failure}")
         return saved
-
-    def _checkpoints(self, folder: Path) -> CheckpointManager | RayCheckpoints:
-        """Those of a folder: what an earlier session left there beyond the step this one began at is put aside."""
-        contents = [part for part in _CONTENTS if part != "optimizer" or self._optimizer is None]
-        settings = {"actor": PartSettings(save_contents=contents)}
-        if folder in self._managers:
-            return self._managers[folder]
-        manager = open_checkpoints(self._group, folder, settings, self._began, continue_without=True)
-        if isinstance(manager, CheckpointManager):  # ranks remember theirs
-            self._managers[folder] = manager
-        return manager
 
     def load(self, folder: str | Path) -> int:
         """Continue from a checkpoint. Weights, optimiser, schedule and draws are those of the session that saved it;
@@ -471,25 +406,24 @@ class Session:
         Returns:
             The step of the checkpoint.
         """
-        self._check_open()
         path = Path(folder).expanduser()
         if not (path / MANIFEST).exists() and not list_steps(path):
             seen = "no checkpoint" if path.is_dir() else "not a folder"
             raise CheckpointError(f"{path} is {seen}: give a folder that save() or a training run wrote")
-        contents = (
-            None if self._optimizer is None else [part for part in _CONTENTS[:3] if part != "optimizer"]
-        )
         path = path.absolute()
+        contents = ["model", "extra"] if self._optimizer else None
         settings = {"actor": PartSettings(load_contents=contents)}
         manager = open_checkpoints(
             self._group, path, settings, resume_mode="resume_path", resume_from_path=path
         )
-        state = manager.resume(self._group.checkpoint_parts(), _check_counts)
+        # A state of other training has no count of steps: it is refused before weights change.
+        state = manager.resume(self._group.checkpoint_parts(), lambda state: state["policy_version"])
         assert state is not None
         self.zero_grad()
         if self._optimizer is not None and "optimizer" in state:
             self._optimizer.load_state_dict(state["optimizer"])
-        self._group.policy_version, self._samples = _counts(state)
+        self._group.policy_version = state["policy_version"]
+        self._samples = state.get("samples", state["step"])  # a training run counts one call a step
         self._began = self.step
         self._managers.clear()
         self._group.sync_weights()
@@ -507,46 +441,7 @@ class Session:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise VerlError("the session is closed; open another one with Session(model, ...)")
 
-
-def _check_counts(state: dict[str, Any]) -> None:
-    """Before weights change."""
-    _counts(state)
-
-
-def _counts(state: dict[str, Any]) -> tuple[int, int]:
-    """Optimiser steps and calls of `sample`; a training run counts one such call a step."""
-    steps = whole_number(state, "policy_version")
-    return steps, whole_number(state, "samples") if "samples" in state else whole_number(state, "step")
-
-
-def check_policy_columns(mini: DataProto, name: str, actor: ActorConfig, step: int) -> None:
-    """Refuse rows that the policy loss `name` cannot be computed for at this step; advantages [B] become [B, T]."""
-    tensors, mask = mini.batch, mini.batch["response_mask"]
-    if "advantages" not in tensors:
-        raise DataError(
-            f"the loss {name!r} needs advantages: set batch.batch['advantages'] to a tensor [B] or [B, T]; the "
-            f"batch has: {', '.join(sorted(tensors))}"
-        )
-    advantages = tensors["advantages"]
-    if advantages.dim() == 1:
-        tensors["advantages"] = advantages = advantages[:, None] * mask
-    if advantages.shape != mask.shape:
-        raise DataError(
-            f"advantages have the shape {list(advantages.shape)}; [B] or [B, T] like response_mask "
-            f"{list(mask.shape)} is needed"
-        )
-    if actor.use_kl_loss and "ref_log_prob" not in tensors:
-        raise DataError(
-            "actor_rollout_ref.actor.use_kl_loss needs the reference: set batch.batch['ref_log_prob'] = "
-            "session.log_probs(batch, reference=True)"
-        )
-    drawn = mini.non_tensor_batch.get("policy_version")
-    if "old_log_probs" not in tensors and drawn is not None and any(v != step for v in drawn):
-        raise DataError(
-            f"the batch was sampled at step {min(drawn)} and this is step {step}: the loss {name!r} needs the "
-            "log-probs from before: batch.batch['old_log_probs'] = session.log_probs(batch) right after sample()"
-        )
+def _changed(settings: Settings, **changes: Any) -> Settings:
+    """With those of the changes that are given."""
+    return dataclasses.replace(settings, **{name: new for name, new in changes.items() if new is not None})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.checkpoint.resume import refuse_other_command
@@ -70,14 +69,10 @@ def open_agents(
     return ConversationRunner(cfg, data, tokenizer, generation_stop_ids(model_path))
 
 
-def run_path(cfg: BaseTrainerConfig) -> Path:
-    return Path(cfg.default_local_dir or default_run_path(cfg.project_name, cfg.experiment_name)).absolute()
-
-
 def open_run_folder(cfg: BaseTrainerConfig) -> RunFolder:
     """Create, check and lock `trainer.default_local_dir`."""
     return RunFolder(
-        cfg.default_local_dir or default_run_path(cfg.project_name, cfg.experiment_name),
+        cfg.default_local_dir,
         rollout_dir=getattr(cfg, "rollout_data_dir", None),
         validation_dir=getattr(cfg, "validation_data_dir", None),
     )

@@ -27,31 +27,22 @@ def validate(
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Metrics (`val-core/...`, `val-aux/...`) over all of `batches`, and one row per response for people."""
     settings = validation_settings(cfg.actor_rollout_ref.rollout, cfg.data.max_response_length)
-    timer = Timer()
-    sources: list[str] = []
+    timer, size = Timer(), max(1, VALIDATION_CHUNK // settings.n)
     uids: list[str] = []
-    columns: dict[str, list[Any]] = {"reward": []}
     rows: list[dict[str, Any]] = []
-    size = max(1, VALIDATION_CHUNK // settings.n)
+    extras: list[dict[str, Any]] = []
     for prompts in (part for batch in batches for part in batch.split(size)):
         # Training gives a response without a score its own uid; here it still belongs to its prompt.
-        asked = [str(uid) for uid in prompts.non_tensor_batch["uid"] for _ in range(settings.n)]
+        uids += [str(uid) for uid in prompts.non_tensor_batch["uid"] for _ in range(settings.n)]
         batch = experience.score(prompts, settings, timer)
-        found = sample_rows(batch, tokenizer)
-        extras = list(batch.non_tensor_batch["reward_extra"])
-        if "conversation" in batch.non_tensor_batch:
-            talks = batch.non_tensor_batch["conversation"]
-            extras = [
-                {**extra, "num_turns": len(c.model_turns)} for extra, c in zip(extras, talks, strict=True)
-            ]
-        for uid, row, extra in zip(asked, found, extras, strict=True):
-            for name in extra:
-                columns.setdefault(name, [None] * len(uids))
-            for name, values in columns.items():
-                values.append(row["score"] if name == "reward" else extra.get(name))
-            uids.append(uid)
-            sources.append(row["data_source"] or "unknown")
-            rows.append(row)
+        rows += sample_rows(batch, tokenizer)
+        talks = batch.non_tensor_batch.get("conversation")
+        for row, extra in enumerate(batch.non_tensor_batch["reward_extra"]):
+            extras.append({**extra, **({} if talks is None else {"num_turns": len(talks[row].model_turns)})})
+    names = dict.fromkeys(name for extra in extras for name in extra if name != "reward")
+    columns: dict[str, list[Any]] = {"reward": [row["score"] for row in rows]}
+    columns |= {name: [extra.get(name) for extra in extras] for name in names}
+    sources = [row["data_source"] or "unknown" for row in rows]
     return validation_metrics(sources, uids, columns), rows
 
 

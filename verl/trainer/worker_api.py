@@ -1,90 +1,80 @@
-"""Workers for people who write their own loop: one generates, one learns. Built from the same roles as the loop."""
+"""Workers for people who write their own loop: one generates, one learns. Each has one half of a `Session`."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from verl.config.checks import unavailable
 from verl.config.load import from_dict
-from verl.config.schema import PPOConfig
+from verl.config.schema import SessionConfig
 from verl.config.unused_keys import unused_keys
-from verl.data.proto import DataProto, object_column
-from verl.data.tokenizer import load_tokenizer
+from verl.data.proto import DataProto
 from verl.errors import ConfigError, RewardError
-from verl.rollout import build_rollout
-from verl.rollout.sampler import Sampler
-from verl.workers.group import mini_batches
-from verl.workers.local import pad_id
+from verl.models.attention import ATTENTION_NAME
+from verl.models.external_model import avoid_slow_bf16, is_sharded
+from verl.observe.batch_metrics import batch_metrics
+from verl.reward import build_reward_manager
+from verl.rollout.source import as_source
+from verl.trainer import advantage
+from verl.trainer.experience import attach_scores, reward_sample
+from verl.trainer.external_batches import ExternalLoader
+from verl.trainer.given_model import model_keys, own_tokenizer
+from verl.trainer.session import Session
+from verl.workers.local import LocalGroup
 from verl.workers.placement import build_reward_model
-from verl.workers.roles import ActorRole, rollouts_of, training_settings
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from verl.rollout.base import SamplingParams
+    from verl.config.roles import Role
+    from verl.models.weight_source import WeightSource
 
 
 logger = logging.getLogger(__name__)
 
 
-def _config(overrides: dict[str, Any] | None, device: str, **values: Any) -> PPOConfig:
-    defaults = {"trainer.device": torch.device(device).type}
-    cfg = from_dict(PPOConfig, {**defaults, **values, **(overrides or {})}, checked=False)
+def _prepared(model: nn.Module, device: str, keys: dict[str, Any]) -> SessionConfig:
+    """The config of a worker, with the model in a form it can use."""
+    where = torch.device(device)
+    cfg = from_dict(SessionConfig, {"trainer.device": where.type, **keys}, checked=False)
     problems = unavailable(cfg)
     if problems:
         raise ConfigError("\n".join(problems))
     for warning in unused_keys(cfg):
         logger.warning("%s", warning)
-    return cfg
-
-
-def _tokenizer_of(model: Any) -> Any:
-    name = getattr(model, "name_or_path", "")
-    if not name:
-        raise ConfigError(
-            "the model does not say which folder it came from; give RolloutWorker(..., tokenizer=...)"
-        )
-    return load_tokenizer(name)
-
-
-def _present(device: str) -> torch.device:
-    wanted = torch.device(device)
-    if wanted.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device={device!r}, but torch sees no GPU; give device='cpu'")
-    return wanted
-
-
-def _prepared(model: Any, device: str, dtype: str) -> torch.device:
-    """The device, with the model in a form a worker can use."""
-    from verl.models.external_model import avoid_slow_bf16, is_sharded
-
     if is_sharded(model):
         raise ConfigError(
             "the model is wrapped in FSDP; a worker needs the model without it (PPOTrainer and GRPOTrainer take both)"
         )
-    where = _present(device)
-    if dtype == "auto":
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device={device!r}, but torch sees no GPU; give device='cpu'")
+    if cfg.actor_rollout_ref.model.dtype == "auto":
         avoid_slow_bf16(model, where)
-    return where
+    cfg.trainer.device = device  # which GPU
+    return cfg
 
 
-def with_texts(out: DataProto, tokenizer: Any, sampling: SamplingParams) -> DataProto:
-    """Generated rows with the column `response_text`, and the temperature of their log-probs in `meta_info`."""
-    responses = out.batch["responses"]
-    lengths = out.batch["attention_mask"][:, -responses.shape[1] :].sum(-1).tolist()
-    texts = [
-        tokenizer.decode(row[: int(length)], skip_special_tokens=True)
-        for row, length in zip(responses.tolist(), lengths, strict=True)
-    ]
-    out.non_tensor_batch["response_text"] = object_column(texts)
-    # The distribution its log-probs belong to, so that a trainer recomputes the same one.
-    plain = sampling.raw_log_probs or sampling.temperature == 0
-    out.meta_info["temperature"] = 1.0 if plain else sampling.temperature
-    return out
+class _Generating(LocalGroup):
+    """A model that only generates: no engine trains it here."""
+
+    def __init__(self, cfg: SessionConfig, tokenizer: Any, model: nn.Module) -> None:
+        self._source = as_source(model)
+        super().__init__(cfg, tokenizer, training_steps=None)
+
+    def _build(self, role: Role, model: nn.Module | None) -> None:
+        pass
+
+    def weight_source(self) -> WeightSource:
+        return self._source
+
+    @contextmanager
+    def resident(self, role: str, optimizer: bool) -> Iterator[None]:
+        yield
 
 
 class RolloutWorker:
@@ -113,22 +103,18 @@ class RolloutWorker:
         temperature: float = 1.0,
         overrides: dict[str, Any] | None = None,
     ) -> None:
-        self.cfg = _config(
-            overrides,
-            device,
-            **{
-                "actor_rollout_ref.rollout.name": inference_engine,
-                "actor_rollout_ref.rollout.n": n,
-                "actor_rollout_ref.rollout.temperature": temperature,
-                "data.max_response_length": max_response_length,
-                "data.truncation": "left",
-            },
-        )
-        self.tokenizer = tokenizer if tokenizer is not None else _tokenizer_of(model)
-        model.to(_prepared(model, device, self.cfg.actor_rollout_ref.model.dtype))
-        rollout = self.cfg.actor_rollout_ref.rollout
-        self._engine = build_rollout(inference_engine, model, self.tokenizer, rollout)
-        self._calls = 0
+        keys = {
+            "actor_rollout_ref.rollout.name": inference_engine,
+            "actor_rollout_ref.rollout.n": n,
+            "actor_rollout_ref.rollout.temperature": temperature,
+            "data.max_response_length": max_response_length,
+            "data.truncation": "left",
+        }
+        self.cfg = _prepared(model, device, keys | (overrides or {}))
+        self.cfg.actor_rollout_ref.rollout.free_cache_engine = False  # who trains the model is not known here
+        self.tokenizer = own_tokenizer(model, self.cfg, "RolloutWorker") if tokenizer is None else tokenizer
+        group = _Generating(self.cfg, self.tokenizer, model.to(device))
+        self._session = Session.over(group, self.tokenizer)
 
     def generate(self, prompts: Sequence[Any] | DataProto) -> DataProto:
         """Generate `n` responses for each prompt.
@@ -165,22 +151,13 @@ class RolloutWorker:
             >>> out.non_tensor_batch["response_text"][0]  # doctest: +SKIP
             '2'
         """
-        from verl.trainer.external_batches import ExternalLoader
-
-        self._calls += 1
-        batch = prompts if isinstance(prompts, DataProto) else None
-        if batch is None:
-            batch = next(iter(ExternalLoader([prompts], self.cfg.data, self.tokenizer)))
-        settings = training_settings(
-            self.cfg.actor_rollout_ref.rollout, self.cfg.data.max_response_length, self._calls
-        )
-        samples = Sampler(self._engine).collect(batch, settings)
-        out = rollouts_of(batch, samples, settings.n, pad_id(self.tokenizer))
-        return with_texts(out, self.tokenizer, settings.sampling)
+        if not isinstance(prompts, DataProto):
+            prompts = next(iter(ExternalLoader([prompts], self.cfg.data, self.tokenizer)))
+        return self._session.sample(prompts)
 
     def close(self) -> None:
         """Free the engine's memory; the model stays."""
-        self._engine.close()
+        self._session.close()
 
 
 class TrainerWorker:
@@ -205,24 +182,15 @@ class TrainerWorker:
         adv_estimator: str | None = None,
         overrides: dict[str, Any] | None = None,
     ) -> None:
-        from verl.engines import build_engine
-        from verl.models.attention import ATTENTION_NAME
-        from verl.models.external_model import given_keys
-
-        self.cfg = _config(overrides, device, **given_keys(model, overrides or {}))
-        arr = self.cfg.actor_rollout_ref
-        where = _prepared(model, device, arr.model.dtype)
+        overrides = overrides or {}
+        self.cfg = _prepared(model, device, {"trainer.seed": 0, **model_keys(model, overrides), **overrides})
         if getattr(getattr(model, "config", None), "_attn_implementation", None) == ATTENTION_NAME:
             model.set_attn_implementation("sdpa")  # type: ignore[operator]  # left by an earlier worker
-        self._engine = build_engine(
-            "actor", arr.model, arr.actor, model=model, optimizer=optimizer, device=where, seed=0
-        )
-        self._role = ActorRole(self._engine, arr.actor, loss_scale_factor=self.cfg.data.max_response_length)
+        group = LocalGroup(self.cfg, None, training_steps=None, model=model, optimizer=optimizer)
+        self._session = Session.over(group)
         self._adv_estimator = adv_estimator
         self._rewards = None
         if reward_function is not None:
-            from verl.reward import build_reward_manager
-
             self._rewards = build_reward_manager(
                 self.cfg.reward,
                 function=reward_function,
@@ -240,10 +208,6 @@ class TrainerWorker:
             The metrics of the step: `reward/mean`, `actor/pg_loss`, `actor/grad_norm`, `response_length/mean` and
             others.
         """
-        from verl.observe.batch_metrics import batch_metrics
-        from verl.observe.metrics import average_metrics
-        from verl.trainer import advantage
-
         if "token_level_scores" not in data.batch:
             data = self._score(data)
         algorithm = self.cfg.algorithm
@@ -252,13 +216,12 @@ class TrainerWorker:
         data.batch["token_level_rewards"] = data.batch["token_level_scores"]
         data.meta_info.setdefault("temperature", self.cfg.actor_rollout_ref.rollout.temperature)
         advantage.estimate(data, algorithm)
-        (mini,) = mini_batches(data, len(data), 1, seed=0)
-        metrics = average_metrics([self._role.train(mini)])
-        return metrics | batch_metrics(data)
+        # The worker that generates does not count this one's steps.
+        columns = {name: column for name, column in data.non_tensor_batch.items() if name != "policy_version"}
+        metrics = self._session.forward_backward(DataProto(data.batch, columns, data.meta_info))
+        return metrics | self._session.optim_step() | batch_metrics(data)
 
     def _score(self, data: DataProto) -> DataProto:
-        from verl.trainer.experience import attach_scores, reward_sample
-
         if self._rewards is None:
             raise RewardError(
                 "the data has no token_level_scores; give TrainerWorker(..., reward_function=...) "

@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,8 +24,6 @@ from verl.workers.rank import RankSetup, prepare_process
 from verl.workers.rollout_rank import RolloutServer
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from verl.config.schema import GenerationConfig
     from verl.rollout.base import RolloutEngine
 
@@ -42,63 +40,47 @@ def rollout_section(cfg: GenerationConfig) -> RolloutConfig:
 def open_engine(
     cfg: GenerationConfig, path: str, adapter: Path | None, tokenizer: Any
 ) -> Iterator[RolloutEngine]:
-    """The engine the config asks for, with the weights of `path`; closed at the end of the block."""
-    if engines(cfg) > 1:
-        with _ray_engine(cfg, path, adapter, tokenizer) as pool:
-            yield pool
-    else:
+    """The engine the config asks for, with the weights of `path`; closed at the end of the block. Those of several
+    processes are as one; each loads the weights and takes requests as it gets free."""
+    if engines(cfg) == 1:
         with closing(load_engine(cfg, path, adapter, tokenizer)) as engine:
             yield engine
-
-
-@contextmanager
-def _ray_engine(
-    cfg: GenerationConfig, path: str, adapter: Path | None, tokenizer: Any
-) -> Iterator[RolloutEngine]:
-    """The engines of several processes as one; each loads the weights and takes requests as it gets free."""
+        return
     require_ray(cfg)
     from verl.workers.ray_calls import RankCalls
     from verl.workers.ray_cluster import Cluster
     from verl.workers.ray_group import CLOSE_S, START_S, build_ranks
     from verl.workers.ray_rollout import RayRollout
 
-    cluster = Cluster(cfg)
-    calls: RankCalls | None = None
-    try:
+    with ExitStack() as stack:
+        cluster = Cluster(cfg)
+        stack.callback(cluster.close)
         cluster.connect()
         actors = cluster.start_actors(START_S, "verl.workers.generation:GenerationRank")
         calls = RankCalls(actors, cfg.trainer.watchdog_s, "generation rank")
+        stack.callback(calls.shutdown, CLOSE_S)
         setup = RankSetup(cfg=copy.deepcopy(cfg), tokenizer=tokenizer, training_steps=0, run_folder=Path())
         build_ranks(cluster, calls, GenerationRank.do_build, setup, path, adapter, joined=False)
         yield RayRollout(calls, cfg.rollout.max_num_seqs, hosts=range(len(calls)), colocated=False)
-    finally:
-        if calls is not None:
-            calls.shutdown(CLOSE_S)
-        cluster.close()
 
 
 def load_engine(cfg: GenerationConfig, path: str, adapter: Path | None, tokenizer: Any) -> RolloutEngine:
     """The engine of this process."""
-    rollout = rollout_section(cfg)
-    module = _load(cfg, path, adapter)
-    engine: Any = build_rollout(rollout.name, module, tokenizer, rollout, watchdog_s=cfg.trainer.watchdog_s)
-    if engine_spec(rollout.name).owns_weights:
-        engine.source = None  # it has taken and proven its copy; ours would only hold memory
-    return engine  # type: ignore[no-any-return]
-
-
-def _load(cfg: GenerationConfig, path: str, adapter: Path | None) -> nn.Module:
-    device, wanted = choose_device(cfg.trainer.device), cfg.rollout.dtype
+    rollout, device = rollout_section(cfg), choose_device(cfg.trainer.device)
     model = load_causal_lm(
         path,
-        dtype=parameter_dtype("auto" if wanted == "fp8" else wanted, device),
+        dtype=parameter_dtype("auto" if rollout.dtype == "fp8" else rollout.dtype, device),
         device=device,
         trust_remote_code=cfg.model.trust_remote_code,
         override_config=cfg.model.override_config,
     )
     if adapter is not None:
         logger.info("adapter %s: %d weights changed", adapter, merge_adapter(model, adapter))
-    return model.requires_grad_(False)
+    model.requires_grad_(False)
+    engine: Any = build_rollout(rollout.name, model, tokenizer, rollout, watchdog_s=cfg.trainer.watchdog_s)
+    if engine_spec(rollout.name).owns_weights:
+        engine.source = None  # it has taken and proven its copy; ours would only hold memory
+    return engine  # type: ignore[no-any-return]
 
 
 class GenerationRank(RolloutServer):

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from verl.config.schema import PPOConfig
     from verl.engines.base import TrainEngine
+    from verl.models.weight_source import WeightSource
     from verl.rollout.base import RolloutEngine
     from verl.workers.own_loss import LossFunction
 
@@ -53,12 +54,13 @@ class LocalGroup(WorkerGroup):
         optimizer: torch.optim.Optimizer | None = None,
         run_folder: Path | None = None,
     ) -> None:
-        """`training_steps`: None where schedules need no end; `model`, `optimizer`: a user's own."""
+        """`tokenizer`: None where nothing is generated here; `training_steps`: None where schedules need no end;
+        `model`, `optimizer`: a user's own."""
         super().__init__(cfg)
         self._run_folder = run_folder
         self._steps, self._optimizer = training_steps, optimizer
         self.device = choose_device(cfg.trainer.device)
-        self._tokens = len(tokenizer)
+        self._tokens = 0 if tokenizer is None else len(tokenizer)
         self._workers: dict[str, RoleWorker] = {}
         self._other_losses: dict[str, ActorRole] = {}
         # Copies of a handed-in module are taken first: the actor's engine prepares the module for training.
@@ -68,7 +70,7 @@ class LocalGroup(WorkerGroup):
         for role in self.roles:
             self._build(role, models.get(role.name))
             if role.name == ACTOR:
-                self.weights = self.actor_engine.weights()
+                self.weights = self.weight_source()
                 self.rollout = self.build_rollout_engine(tokenizer)
         self.pad_token_id = pad_id(tokenizer)
         for name, engine in self.engines().items():
@@ -139,8 +141,16 @@ class LocalGroup(WorkerGroup):
                 found[name] = worker.engine
         return found
 
+    def weight_source(self) -> WeightSource:
+        """The weights that the rollout engine generates from."""
+        return self.actor_engine.weights()
+
     def build_rollout_engine(self, tokenizer: Any) -> RolloutEngine:
         """The engine that generates from the actor."""
+        if tokenizer is None:
+            from verl.rollout.external_engine import RemoteEngine
+
+            return RemoteEngine()
         rollout = self.cfg.actor_rollout_ref.rollout
         return build_rollout(
             rollout.name,
@@ -177,7 +187,7 @@ class LocalGroup(WorkerGroup):
             with self.resident(role, optimizer=True):
                 return worker.train(mini)
         if callable(loss):
-            from verl.workers.own_loss import engine_loss  # only users' own loops have such
+            from verl.workers.own_loss import engine_loss
 
             function, temperature = engine_loss(loss, self.cfg), mini.meta_info["temperature"]
             return worker.engine.forward_backward(mini, function, temperature=temperature)
@@ -249,4 +259,6 @@ class LocalGroup(WorkerGroup):
 
 
 def pad_id(tokenizer: Any) -> int:
+    if tokenizer is None:
+        return 0
     return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)

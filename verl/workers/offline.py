@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -19,10 +19,12 @@ from torch.nn.functional import logsigmoid
 from verl.algorithms import agg_loss
 from verl.algorithms.aggregation import batch_counts
 from verl.algorithms.preference import share_right
+from verl.config.model_path import text_config
 from verl.config.parallelism import offload_section
 from verl.config.schema import ActorConfig, CriticConfig
 from verl.data.proto import DataProto
 from verl.engines import build_engine
+from verl.errors import ConfigError
 from verl.observe.metrics import Metric
 from verl.watchdog import Heartbeat
 from verl.workers.local import choose_device
@@ -30,8 +32,9 @@ from verl.workers.roles import denominators
 from verl.workers.shard_batch import pad_rows, shard_rows
 
 if TYPE_CHECKING:
-    from verl.config.schema import OfflineConfig
+    from verl.config.schema import OfflineConfig, SFTModelConfig
     from verl.data.loader import Loader
+    from verl.data.offline_dataset import PreferenceDataset
     from verl.engines.base import ModelOutput, TrainEngine
 
 
@@ -81,7 +84,9 @@ class OfflineRole(ABC):
         found = self.engine.forward_backward(self.shard(batch)[0], self.loss)
         update = self.engine.optimizer_step()
         self._offload()
-        sums = self.reported_sums([float(found[name].value) if name in found else 0.0 for name in self.names])
+        values = [float(found[name].value) if name in found else 0.0 for name in self.names]
+        # Ranks that work on the same rows count once.
+        sums = self._sum(values if self._layout.reports(self.rank) else [0.0] * len(values))
         return {
             **{f"train/{name}": value for name, value in zip(self.names, sums, strict=True)},
             "train/grad_norm": float(update["grad_norm"]),
@@ -133,10 +138,6 @@ class OfflineRole(ABC):
         counts = {**batch.meta_info, **batch_counts(batch.batch["response_mask"]), "dp_size": shards}
         tensors = {name: tensor[rows] for name, tensor in padded.items()}
         return DataProto.from_dict(tensors=tensors, meta_info=counts), rows
-
-    def reported_sums(self, numbers: Sequence[float]) -> list[float]:
-        """The sums over shards: ranks that work on the same rows count once."""
-        return self._sum(numbers if self._layout.reports(self.rank) else [0.0] * len(numbers))
 
     def _sum(self, numbers: Sequence[float]) -> list[float]:
         if self._heartbeat is None:
@@ -239,3 +240,43 @@ def engine_section(cfg: OfflineConfig, kind: str) -> ActorConfig | CriticConfig:
     if kind == "actor":
         return ActorConfig(**keys)
     return CriticConfig(**keys, forward_micro_batch_size_per_gpu=data.micro_batch_size_per_gpu)
+
+
+def set_padding(model: SFTModelConfig, tokenizer: Any, datasets: Sequence[PreferenceDataset]) -> None:
+    """Choose a padding token that ends no conversation, for the tokenizer and the config of a reward model that are
+    saved: transformers scores a conversation at its last token that is not padding, and templates that end with the
+    padding token are common."""
+    config = text_config(model.path, model.override_config)
+    size = config.get("vocab_size") or len(tokenizer)
+    ends = {
+        int(ids[-2])  # the last one asks for the reward
+        for dataset in datasets
+        for item in dataset.items
+        for ids, _ in item.rows
+    }
+    pad = model.override_config.get("pad_token_id")
+    if pad is None:
+        usable = (token for token in _candidates(config, tokenizer) if token < size and token not in ends)
+        pad = next(usable, None)
+    if not isinstance(pad, int) or not 0 <= pad < size or pad in ends:
+        raise ConfigError(
+            f"'model.override_config.pad_token_id' is {pad}; a reward model is read at the last token that is not "
+            f"padding, so it must be the number (below {size}) of a token with which no conversation ends"
+        )
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad)
+    model.override_config = {**model.override_config, "pad_token_id": pad}
+
+
+def _candidates(config: dict[str, Any], tokenizer: Any) -> Iterator[int]:
+    """Tokens in the order in which they suit."""
+    added = tokenizer.added_tokens_decoder
+    special = [token for token in sorted(added) if added[token].special]
+    unused = [token for token in special if any(word in added[token].content for word in ("pad", "reserved"))]
+    named = [config.get("pad_token_id"), tokenizer.pad_token_id, tokenizer.unk_token_id]
+    named += [*unused, tokenizer.bos_token_id, *special]
+    yield from (token for token in named if isinstance(token, int))
+    # A padding token is found in texts by its name: take one whose name is not how it is written.
+    for token in range(len(tokenizer) - 1, -1, -1):
+        name = tokenizer.convert_ids_to_tokens(token)
+        if name and tokenizer(name, add_special_tokens=False)["input_ids"] != [token]:
+            yield token

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 
-from verl.algorithms import agg_loss, loss_denominators
+from verl.algorithms import agg_loss, loss_denominators, policy_loss_names
 from verl.data.proto import DataProto
-from verl.errors import ConfigError
+from verl.errors import ConfigError, DataError
 from verl.observe.metrics import Metric
 from verl.workers.roles import denominators
 
 if TYPE_CHECKING:
-    from verl.config.schema import PPOConfig
+    from verl.config.schema import ActorConfig, PPOConfig
     from verl.engines.base import LossFn, ModelOutput
 
+CROSS_ENTROPY = "cross_entropy"
 LossFunction = Callable[[torch.Tensor, DataProto], torch.Tensor]
 """(log_probs [b, T] with gradient, rows of the micro-batch) -> token losses [b, T], losses of sequences [b], or a
 number that is the micro-batch's share of the loss (divided by counts in the rows' `meta_info`)."""
@@ -56,3 +58,40 @@ def engine_loss(function: LossFunction, cfg: PPOConfig) -> LossFn:
         return loss, {"actor/loss": Metric(loss.detach() / info["dp_size"], "sum")}
 
     return loss_fn
+
+
+def check_policy_rows(mini: DataProto, name: str, actor: ActorConfig, step: int) -> None:
+    """Refuse a policy loss that is unknown, and rows it cannot be computed for at this step; advantages [B] become
+    [B, T]."""
+    known = [CROSS_ENTROPY, *policy_loss_names()]
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(
+            f"loss={name!r} is unknown; allowed: {', '.join(known)}, or a function (log_probs, batch).{hint}"
+        )
+    tensors, mask = mini.batch, mini.batch["response_mask"]
+    if "advantages" not in tensors:
+        raise DataError(
+            f"the loss {name!r} needs advantages: set batch.batch['advantages'] to a tensor [B] or [B, T]; the "
+            f"batch has: {', '.join(sorted(tensors))}"
+        )
+    advantages = tensors["advantages"]
+    if advantages.dim() == 1:
+        tensors["advantages"] = advantages = advantages[:, None] * mask
+    if advantages.shape != mask.shape:
+        raise DataError(
+            f"advantages have the shape {list(advantages.shape)}; [B] or [B, T] like response_mask "
+            f"{list(mask.shape)} is needed"
+        )
+    if actor.use_kl_loss and "ref_log_prob" not in tensors:
+        raise DataError(
+            "actor_rollout_ref.actor.use_kl_loss needs the reference: set batch.batch['ref_log_prob'] = "
+            "session.log_probs(batch, reference=True)"
+        )
+    drawn = mini.non_tensor_batch.get("policy_version")
+    if "old_log_probs" not in tensors and drawn is not None and any(v != step for v in drawn):
+        raise DataError(
+            f"the batch was sampled at step {min(drawn)} and this is step {step}: the loss {name!r} needs the "
+            "log-probs from before: batch.batch['old_log_probs'] = session.log_probs(batch) right after sample()"
+        )

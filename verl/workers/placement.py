@@ -30,12 +30,12 @@ from verl.errors import (
     WorkersLost,
     missing_package,
 )
-from verl.observe.run_folder import default_run_path
 from verl.runtime import StopRequest
 from verl.workers.local import LocalGroup
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.optim import Optimizer
 
     from verl.config.schema import GenerationConfig, OfflineConfig, PPOConfig
     from verl.reward.base import Backend
@@ -55,10 +55,19 @@ def build_group(
     training_steps: int | None,
     run_folder: Path | None,
     model: nn.Module | None = None,
+    optimizer: Optimizer | None = None,
 ) -> LocalGroup | RayGroup:
-    """The worker group that `trainer.n_gpus_per_node` and `trainer.nnodes`, and those of rollout, ask for."""
+    """The worker group that `trainer.n_gpus_per_node` and `trainer.nnodes`, and those of rollout, ask for. `optimizer`:
+    a user's own, over the parameters of `model`."""
     if world_size(cfg) == 1 and not rollout_pool(cfg):
-        return LocalGroup(cfg, tokenizer, training_steps=training_steps, run_folder=run_folder, model=model)
+        return LocalGroup(
+            cfg,
+            tokenizer,
+            training_steps=training_steps,
+            model=model,
+            optimizer=optimizer,
+            run_folder=run_folder,
+        )
     require_ray(cfg)
     from verl.workers.ray_group import RayGroup
 
@@ -222,8 +231,7 @@ def _prepare_restart(cfg: PPOConfig | OfflineConfig, started: float, loss: VerlE
             raise TrainingHalted(f"{loss}\nThe run cannot be restarted: {error}") from error
     # Whatever the first start began from, a restart begins from what this run has saved.
     trainer = cfg.trainer
-    folder = trainer.default_local_dir or default_run_path(trainer.project_name, trainer.experiment_name)
-    tracker = Path(folder) / TRACKER
+    tracker = Path(trainer.default_local_dir) / TRACKER
     if trainer.resume_mode != "auto" and tracker.is_file() and tracker.stat().st_mtime >= started:
         trainer.resume_mode = "auto"
 

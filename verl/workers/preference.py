@@ -21,7 +21,6 @@ from safetensors.numpy import save_file
 from verl.algorithms.preference import (
     Answers,
     kto_kl,
-    kto_loss,
     pair_terms,
     preference_loss,
     rounding_of,
@@ -51,13 +50,12 @@ class PreferenceRole(OfflineRole):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._settings = self.cfg.algorithm
-        self._loss = self._settings.loss
-        self._references = bool(preference_loss(self._loss).needs)
+        self._loss = preference_loss(self._settings.loss)
 
     # -- reference ----------------------------------------------------------------------------------------------
 
     def prepare(self, loaders: Sequence[Loader | None], folder: Path) -> None:
-        if not self._references or not self.cfg.algorithm.cache_reference:
+        if not self._loss.needs or not self.cfg.algorithm.cache_reference:
             return
         datasets: dict[str, Any] = {
             name: loader.dataset
@@ -84,35 +82,32 @@ class PreferenceRole(OfflineRole):
             found.append(sums.view(len(positions), -1).numpy())
         return np.concatenate(found)
 
-    def _with_reference(self, batch: DataProto) -> DataProto:
-        if not self._references:
-            batch.batch["ref_log_prob"] = torch.zeros(len(batch), dtype=torch.float64)
-        elif "ref_log_prob" not in batch.batch:
-            batch.batch["ref_log_prob"] = self.log_prob_sums(batch, reference=True)
-        return batch
-
     # -- training -----------------------------------------------------------------------------------------------
 
     def train(self, batch: DataProto) -> dict[str, float]:
         pairs = self._pairs(batch)
         metrics = super().train(pairs)
-        return metrics if self._loss != "kto" else {**metrics, "train/kl": pairs.meta_info["kto_kl"]}
+        return {**metrics, **({"train/kl": pairs.meta_info["kl"]} if "kl" in pairs.meta_info else {})}
 
     def _pairs(self, batch: DataProto) -> DataProto:
-        """The rows to learn from, with the reference's log-probs; for kto with its estimate of the KL, from the rows
-        that answer other prompts."""
-        batch = self._with_reference(batch)
+        """The rows to learn from, with the reference's log-probs; where the loss is of single answers with its estimate
+        of the KL, from the rows that answer other prompts."""
+        if not self._loss.needs:
+            batch.batch["ref_log_prob"] = torch.zeros(len(batch), dtype=torch.float64)
+        elif "ref_log_prob" not in batch.batch:
+            batch.batch["ref_log_prob"] = self.log_prob_sums(batch, reference=True)
         together = batch.meta_info["rows_together"]
-        if self._loss == "kto":
+        if not self._loss.compares_responses:
             number = torch.arange(len(batch)) % together
             others, batch = batch[(number == together - 1).numpy()], batch[(number < together - 1).numpy()]
-            kl = kto_kl(self.log_prob_sums(_alone(others)) - others.batch["ref_log_prob"])
-            batch.meta_info = {**batch.meta_info, "rows_together": together - 1, "kto_kl": float(kl)}
+            others.meta_info = {**others.meta_info, "rows_together": 1}
+            kl = kto_kl(self.log_prob_sums(others) - others.batch["ref_log_prob"])
+            batch.meta_info = {**batch.meta_info, "rows_together": together - 1, "kl": float(kl)}
         batch.meta_info["pairs"] = len(batch) // 2
         return batch
 
     def loss(self, out: ModelOutput, micro: DataProto) -> tuple[torch.Tensor, dict[str, Metric]]:
-        """The mean over the pairs of the whole batch (kto: over its answers)."""
+        """The mean over the pairs of the whole batch, or over its answers."""
         assert out.log_probs is not None
         mask = micro.batch["response_mask"].bool()
         # As the reference's: sums of equal log-probs are then equal, also those of float32.
@@ -128,24 +123,26 @@ class PreferenceRole(OfflineRole):
         rows = Answers(sums, reference, tokens.clamp(min=1).to(sums))
         chosen_rows = micro.batch["chosen"].bool()
         valid = tokens > 0
-        if self._loss == "kto":
-            loss = kto_loss(rows, chosen_rows, micro.meta_info["kto_kl"], self._settings)
+        if not self._loss.compares_responses:
+            loss = self._loss.function(rows, chosen_rows, micro.meta_info["kl"], self._settings)
             beta = self._settings.beta
             reward, rounding = beta * rows.ratio.detach(), beta * rounding_of(rows.log_prob)
             right = share_right(torch.where(chosen_rows, reward, -reward), rounding)
-            return _kto_metrics(torch.where(valid, loss, 0.0), reward, right, chosen_rows, valid)
+            up, down = ((reward * (flags & valid)).sum() for flags in (chosen_rows, ~chosen_rows))
+            # To be divided by the number of pairs: an answer is half of one, and right where its reward has the sign of
+            # its label.
+            return {
+                "loss": torch.where(valid, loss, 0.0).sum() / 2,
+                "accuracy": (right * valid).sum() / 2,
+                "margin": up - down,
+                "chosen_reward": up,
+                "rejected_reward": down,
+            }
         chosen, rejected = (
             Answers(rows.log_prob[at::2], rows.reference[at::2], rows.tokens[at::2]) for at in (0, 1)
         )
-        terms, valid = pair_terms(self._loss, chosen, rejected, self._settings), valid[::2]
-        found = {
-            "loss": terms.loss,
-            "accuracy": terms.accuracy,
-            "margin": terms.margin,
-            "chosen_reward": terms.chosen_reward,
-            "rejected_reward": terms.rejected_reward,
-        }
-        return {name: torch.where(valid, value, 0.0).sum() for name, value in found.items()}
+        terms, valid = pair_terms(self._loss.name, chosen, rejected, self._settings), valid[::2]
+        return {name: torch.where(valid, getattr(terms, name), 0.0).sum() for name in self.names}
 
     # -- validation ---------------------------------------------------------------------------------------------
 
@@ -154,33 +151,11 @@ class PreferenceRole(OfflineRole):
         sums = self.log_prob_sums(batch)
         found = self._terms(sums, batch.batch["response_mask"].sum(-1), batch)
         pairs = batch.meta_info["pairs"]
-        kl = {"kl": batch.meta_info["kto_kl"] * pairs} if self._loss == "kto" else {}
+        kl = {"kl": batch.meta_info["kl"] * pairs} if "kl" in batch.meta_info else {}
         return {"pairs": pairs, **{name: float(value) for name, value in found.items()}, **kl}
 
     def validation_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         return {f"val/{name}": value / sums["pairs"] for name, value in sums.items() if name != "pairs"}
-
-
-def _alone(batch: DataProto) -> DataProto:
-    batch.meta_info = {**batch.meta_info, "rows_together": 1}
-    return batch
-
-
-def _kto_metrics(
-    loss: torch.Tensor, reward: torch.Tensor, right: torch.Tensor, chosen: torch.Tensor, valid: torch.Tensor
-) -> dict[str, torch.Tensor]:
-    """Sums over a micro-batch's answers, to be divided by the number of pairs. The loss is the mean over answers, two
-    in a pair; an answer counts as right whose reward has the sign of its label."""
-    up, down = chosen & valid, ~chosen & valid
-    zero = torch.zeros_like(reward)
-    rewards = [torch.where(flags, reward, zero).sum() for flags in (up, down)]
-    return {
-        "loss": loss.sum() / 2,
-        "accuracy": torch.where(valid, right, zero).sum() / 2,
-        "margin": rewards[0] - rewards[1],
-        "chosen_reward": rewards[0],
-        "rejected_reward": rewards[1],
-    }
 
 
 def _cache_key(cfg: Any, datasets: Mapping[str, PreferenceDataset]) -> str:

@@ -118,10 +118,9 @@ class RankMonitor:
     def explain(self, error: Exception) -> Exception:
         """Publish a failure of this rank. On rank 0 returns the error to raise: its own, or that of the rank that
         caused it. On the others rank 0 reports; they raise only where it does not."""
-        if error is self._explained:
-            return error
-        self._explained = self._explain(error)
-        return self._explained
+        if error is not self._explained:
+            self._explained = error = self._explain(error)
+        return error
 
     def _explain(self, error: Exception) -> Exception:
         failure = Failure.of(error, self.watchdog)

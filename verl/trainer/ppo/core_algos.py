@@ -26,6 +26,7 @@ from verl.config.methods import (
     get_adv_estimator_fn,
     get_policy_loss_fn,
     get_policy_loss_prepare,
+    policy_loss_names,
     register_adv_est,
     register_policy_loss,
 )
