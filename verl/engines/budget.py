@@ -18,7 +18,7 @@ import torch
 
 from verl.algorithms.balance import padded_budget_batches, token_budget_batches
 from verl.distributed import Ranks
-from verl.errors import ConfigError, TrainingHalted
+from verl.errors import TrainingHalted
 from verl.memory import free_device_bytes, free_host_bytes
 
 log = logging.getLogger(__name__)
@@ -123,14 +123,6 @@ class MicroBatchSize:
 
     max_sequences: int | None = None
     max_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        for name, value in (("sequences", self.max_sequences), ("tokens", self.max_tokens)):
-            if value is not None and value < 1:
-                raise ConfigError(
-                    f"a micro-batch of {value} {name} is too small, it must be at least 1 "
-                    "(ppo_micro_batch_size_per_gpu, ppo_max_token_len_per_gpu)"
-                )
 
     def over_ranks(self, count: int) -> MicroBatchSize:
         """The size for all of `count` ranks that split a micro-batch, from what each may take."""
