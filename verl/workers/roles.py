@@ -57,9 +57,6 @@ class RolloutGap:
     """|p_trainer - p_rollout| over the policy tokens of a mini-batch, added up on the device."""
 
     def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
         self._parts: list[torch.Tensor] = []
 
     def add(self, log_prob: torch.Tensor, rollout_log_prob: torch.Tensor, mask: torch.Tensor) -> None:
@@ -196,7 +193,7 @@ class ActorRole(RoleWorker):
         return {name: out[name] for name in columns}
 
     def forward_backward(self, mini: DataProto) -> dict[str, Metric]:
-        self._gap.reset()
+        self._gap = RolloutGap()
         options = {} if self.teacher is None else {"teacher": self.teacher}
         metrics = self.engine.forward_backward(
             mini, self.loss, temperature=mini.meta_info["temperature"], with_entropy=True, **options
