@@ -14,6 +14,7 @@ from verl.agents.episode import Answer, Episode
 from verl.agents.formats import get_format
 from verl.agents.toolset import Agents
 from verl.config.sections.rollout import MultiTurnConfig
+from verl.observe.live import live
 
 LONG_S = 120.0
 SHORT_S = 0.3
@@ -141,6 +142,10 @@ def say(session: Episode, text: str, timeout_s: float = LONG_S) -> Answer:
     return answer
 
 
+def counted_calls() -> tuple[float, ...]:
+    return tuple(live.values[f"tool_calls_{name}"] for name in ("waiting", "total", "failed_total"))
+
+
 def call(session: Episode, tool: str, what: str) -> Answer:
     text = json.dumps({"name": tool, "arguments": {"what": what}})
     return say(session, f"<tool_call>{text}</tool_call>", SHORT_S if what == "hang" else LONG_S)
@@ -157,10 +162,12 @@ def call(session: Episode, tool: str, what: str) -> Answer:
 )
 def test_a_fault_in_a_call_costs_the_call(begin, tool, fault, kind, words):
     """And what was kept in the process, where it is gone: an environment, and what calc_reward would have scored."""
+    live.begin_run()
     session = begin()
     answer = call(session, tool, fault)
     (record,) = answer.records
     assert (record.failure, answer.error, answer.reward, answer.done) == (kind, None, None, False)
+    assert counted_calls() == (0, 1, 1)
     assert words in record.result
     gone = fault != "raise" and tool in ("scored", "world")
     answer = call(session, tool, "ok")
@@ -171,6 +178,7 @@ def test_a_fault_in_a_call_costs_the_call(begin, tool, fault, kind, words):
             session.agents.wait_for(session.close())
     else:
         assert (record.result, record.failure, answer.error) == ("ok", None, None)
+        assert counted_calls() == (0, 2, 1)
         assert answer.reward == (0.5 if tool in ("plain", "scored") else None)
         total = session.agents.wait_for(session.close())
         assert total == 1.0 + (10.0 if tool == "scored" else 0.0)

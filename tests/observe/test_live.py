@@ -16,8 +16,6 @@ from rich.console import Console
 
 from tests.scraping import scraping
 from tests.tiny_run import tiny_run
-from verl.agents.base import ToolRecord
-from verl.agents.episode import counted_call
 from verl.config.load import load_ppo_config
 from verl.errors import RolloutError
 from verl.observe.console import StepConsole, StepProgress
@@ -118,23 +116,6 @@ def test_piped_output_says_what_a_long_step_does(monkeypatch: pytest.MonkeyPatch
     lines = out.getvalue().splitlines()
     assert lines[-1].startswith("step 1  gen 0 s  3/8 responses  0 tok/s") and "\x1b" not in out.getvalue()
     live.begin_run()
-
-
-def test_tool_calls_are_counted_also_those_that_fail() -> None:
-    live.begin_run()
-    good, bad = ToolRecord("a"), ToolRecord("a")
-    with counted_call(good):
-        assert live.values["tool_calls_waiting"] == 1
-    with counted_call(bad):
-        bad.failure = "timeout"
-    with pytest.raises(KeyError), counted_call(good):
-        raise KeyError
-    values = live.values
-    assert (values["tool_calls_waiting"], values["tool_calls_total"], values["tool_calls_failed_total"]) == (
-        0,
-        2,
-        1,
-    )
 
 
 @pytest.mark.slow(seconds=8)
