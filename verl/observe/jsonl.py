@@ -141,6 +141,16 @@ def plain(value: Any) -> Any:
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
 
 
+def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Those of the metrics that a float can hold."""
+    found = {}
+    for name, value in metrics.items():
+        with suppress(OverflowError):  # an integer above what a float can hold
+            if isinstance(value, (int, float)):
+                found[name] = float(value)
+    return found
+
+
 def encoded(plain: Any, separators: tuple[str, str] | None = None) -> bytes:
     """JSON in UTF-8; half of a surrogate pair, which JSON text can hold and UTF-8 cannot, stays an escape."""
     try:

@@ -29,8 +29,8 @@ from prometheus_client.registry import Collector
 from verl import __version__, http_server
 from verl.errors import ConfigError
 from verl.json_input import read_json
+from verl.observe.jsonl import numbers
 from verl.observe.live import METRICS, Snapshot, live
-from verl.observe.trackers import Tracker, numbers
 
 _FAMILIES: dict[str, type[Metric]] = {
     "gauge": GaugeMetricFamily,
@@ -95,7 +95,7 @@ class _Handler(http_server.Handler, MetricsHandler):
             self.send_error(404, explain="metrics are at /metrics")
 
 
-class PrometheusTracker(Tracker, Collector):
+class PrometheusTracker(Collector):
     """A tracker that answers scrapes from its own threads. `folder`: where counts are kept for a resumed run."""
 
     def __init__(
@@ -137,6 +137,9 @@ class PrometheusTracker(Tracker, Collector):
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._newest = dict(sorted(numbers(metrics).items()))
+
+    def log_samples(self, step: int, rows: list[Any]) -> None:
+        """Samples are no numbers."""
 
     def close(self) -> None:
         self.server.shutdown()

@@ -20,10 +20,9 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from verl.errors import ConfigError, VerlError, missing_package
-from verl.observe.jsonl import jsonable, plain
+from verl.observe.jsonl import jsonable, numbers, plain
 from verl.observe.run_facts import flat_config
 from verl.observe.run_folder import RunFolder
-from verl.observe.trackers import Tracker, numbers
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +52,7 @@ class Service(Protocol):
         """`failed`: the run ended with an error."""
 
 
-class Background(Tracker):
+class Background:
     """A tracker that feeds a service. What the service raised is raised by the next call."""
 
     def __init__(self, name: str, service: Service) -> None:

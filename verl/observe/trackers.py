@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 from verl.config.sections.trainer import LOGGERS
@@ -156,13 +155,3 @@ class FileTracker(Tracker):
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._run_folder.append_metrics(step, metrics, self.findings)
-
-
-def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Those of the metrics that a float can hold."""
-    found = {}
-    for name, value in metrics.items():
-        with suppress(OverflowError):  # an integer above what a float can hold
-            if isinstance(value, (int, float)):
-                found[name] = float(value)
-    return found

@@ -4,36 +4,15 @@ only where the user allows it, without isolation. docs/sandbox.md says what the 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
-from typing import Literal
 
 from verl.config.sections.reward import RewardConfig, SandboxConfig
 from verl.errors import RewardError
+from verl.reward.sandbox.program import Outcome, Program
 
 __all__ = ["Outcome", "Program", "configure", "configured", "require", "run"]
 
 _log = logging.getLogger(__name__)
-End = Literal["ok", "error", "timeout", "memory", "output", "processes", "sandbox"]
 _config = RewardConfig()
-
-
-@dataclass(frozen=True)
-class Program:
-    """Python source and what it reads from standard input."""
-
-    source: str
-    stdin: str = ""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a program ended. `sandbox` means that it was not run: the fault is ours or the service's."""
-
-    end: End
-    stdout: str = ""
-    stderr: str = ""
-    exit_code: int | None = None
-    seconds: float = 0.0
 
 
 def configure(config: RewardConfig) -> None:

@@ -30,7 +30,8 @@ import psutil
 from verl import memory, processes
 from verl.config.sections.reward import SandboxConfig
 from verl.errors import RewardError
-from verl.reward.sandbox import End, Outcome, Program, seccomp
+from verl.reward.sandbox import seccomp
+from verl.reward.sandbox.program import End, Outcome, Program
 
 OUTPUT_LIMIT = 4 << 20
 _ERROR_LIMIT = 64 << 10

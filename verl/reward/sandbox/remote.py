@@ -10,7 +10,7 @@ import httpx
 from verl.config.sections.reward import SandboxConfig
 from verl.json_input import parse_json
 from verl.reward.http import TooLarge, UnusableAnswer, post
-from verl.reward.sandbox import End, Outcome, Program
+from verl.reward.sandbox.program import End, Outcome, Program
 
 _ATTEMPTS = 3
 BACKOFF_S = 0.5
