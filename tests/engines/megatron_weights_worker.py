@@ -22,7 +22,7 @@ import gloo_worker
 from verl.checkpoint.tensors import local_chunks, read_into, write_chunks
 from verl.config.parallelism import Layout
 from verl.engines.megatron.build import load_stage
-from verl.engines.megatron.engine import GatheredStages, StageTensors, as_dtensor, elsewhere, replicated
+from verl.engines.megatron.engine import GatheredStages, StageTensors, as_dtensor, elsewhere
 from verl.engines.megatron.groups import groups_of
 from verl.engines.megatron.model import StageModel
 from verl.engines.megatron.places import Place, places
@@ -214,7 +214,7 @@ def uneven(rank: int, world: int, folder: Path) -> dict[str, Any]:
         assert torch.equal(as_dtensor(place, own, groups, rows_sharded=True).full_tensor(), whole)
         assert torch.equal(as_dtensor(place, part, groups, rows_sharded=False).full_tensor(), whole)
         step = torch.tensor(7.0)
-        state = {"w": as_dtensor(place, own, groups, True), "step": replicated(step, groups)}
+        state = {"w": as_dtensor(place, own, groups, True), "step": as_dtensor(None, step, groups)}
         file = folder / f"uneven_{number}_{rank}.safetensors"
         chunks = local_chunks(state | elsewhere({"weight": (4, 2), "bias": (4,)}, state), rank)
         assert [chunk.key for chunk in chunks if chunk.key != "w"] == ["step"] * (rank == 0)

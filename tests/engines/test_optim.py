@@ -274,7 +274,6 @@ def test_warm_up_in_steps_or_as_a_share():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"lr_scheduler_type": "wavy", "lr_warmup_steps": 0}, "wavy.*constant, cosine, linear"),
         ({}, "total_training_steps"),
         ({"lr_scheduler_type": "constant"}, "lr_warmup_steps_ratio=0.2"),
         ({"lr_warmup_steps_ratio": 0.0}, "needs the number of optimiser steps"),

@@ -98,10 +98,15 @@ class TorchAdamW:
 
     def move(self, device: torch.device) -> None:
         for _, adamw in self.buckets:
-            for state in adamw.state.values():
-                for key, value in state.items():
-                    if isinstance(value, torch.Tensor) and value.ndim > 0:
-                        state[key] = value.to(device)
+            move_state(adamw, device)
+
+
+def move_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """The state of a torch optimiser to `device`, but for counts."""
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.ndim > 0:
+                state[key] = value.to(device)
 
 
 def _buckets(masters: Mapping[str, torch.Tensor]) -> list[list[str]]:

@@ -86,14 +86,16 @@ class TrainState(TypedDict):
     extra: dict[str, Any]
 
 
-def no_adapters(engine: str) -> str:
-    return f"{engine} has no LoRA adapters; set strategy=fsdp for this role, or model.lora_rank=0"
-
-
 class TrainEngine(ABC):
     """A model, its optimiser and schedule, on one rank."""
 
     info: EngineInfo
+
+    def _no_adapters(self) -> ConfigError:
+        name = type(self).__name__
+        return ConfigError(
+            f"{name} has no LoRA adapters; set strategy=fsdp for this role, or model.lora_rank=0"
+        )
 
     @abstractmethod
     def log_probs(
@@ -162,12 +164,12 @@ class TrainEngine(ABC):
     def reference_log_probs(self, batch: DataProto, *, temperature: float = 1.0) -> torch.Tensor:
         """[B, T] under the weights before LoRA adapters (adapters off), or with the adapters of the last
         `refresh_reference`. An error without adapters."""
-        raise ConfigError(no_adapters(type(self).__name__))
+        raise self._no_adapters()
 
     def refresh_reference(self) -> None:
         """Keep a copy of the LoRA adapters as they are now, which `reference_log_probs` uses from here on and which
         checkpoints hold. An error without adapters."""
-        raise ConfigError(no_adapters(type(self).__name__))
+        raise self._no_adapters()
 
     @abstractmethod
     def saved_weights(self) -> dict[str, torch.Tensor]:
@@ -192,7 +194,7 @@ class TrainEngine(ABC):
 
     def save_adapter(self, folder: Path) -> None:
         """Write the LoRA adapter alone, as peft opens it (rank 0 writes). An error without adapters."""
-        raise ConfigError(no_adapters(type(self).__name__))
+        raise self._no_adapters()
 
     def offload(self, model: bool = True, optimizer: bool = True) -> None:  # noqa: B027  an engine may have nothing to do
         """Move parameters and optimiser state to host memory until `onload`."""

@@ -53,7 +53,13 @@ def build_fsdp(
     ranks = EngineRanks(settings.device, role_cfg.fsdp_config.fsdp_size)
     sequence = ranks.sequence_group(role_cfg.ulysses_sequence_parallel_size)
     torch.manual_seed(settings.seed)
-    module, index = _load(settings, ranks) if model is None else (_prepared(settings, model, ranks), None)
+    index: ParameterIndex | None = None
+    if model is not None:
+        module = _prepared(settings, model, ranks)
+    elif ranks.world_size == 1:
+        module = load_model(settings, ranks.device)
+    else:  # sharding moves it to the device layer by layer, so that the device never holds all of it
+        module, index = open_model(settings) or (load_model(settings, torch.device("cpu")), None)
     return assemble(module, settings, ranks, index=index, external=optimizer, sequence=sequence)
 
 
@@ -147,14 +153,6 @@ def _shard(
     if index is not None:
         load_shards(module, mesh, index, torch.device("cpu") if options.offload_policy else settings.device)
     return None if copy is None else GatheredCopy(module, copy, settings.device, settings.dtype)
-
-
-def _load(settings: EngineSettings, ranks: EngineRanks) -> tuple[nn.Module, ParameterIndex | None]:
-    """The model of `model.path`: loaded with one rank; with several, on the meta device with an index of its files."""
-    if ranks.world_size == 1:
-        return load_model(settings, ranks.device), None
-    # Sharding moves it to the device layer by layer, so that the device never holds all of it.
-    return open_model(settings) or (load_model(settings, torch.device("cpu")), None)
 
 
 def load_model(settings: EngineSettings, device: torch.device) -> nn.Module:

@@ -14,7 +14,7 @@ from verl.engines.budget import MicroBatchSize
 from verl.engines.microbatch_runner import RunnerOptions
 from verl.engines.offload import ActivationOffload
 from verl.engines.optim import Schedule
-from verl.errors import ConfigError, ModelError
+from verl.errors import ModelError
 from verl.models.loading import parameter_dtype
 
 Kind = Literal["actor", "ref", "critic", "reward"]
@@ -108,11 +108,10 @@ def _micro_batch_sizes(kind: Kind, role: Any, log_prob: Any) -> tuple[MicroBatch
         )
         if kind == "ref":
             return forward, forward
-    train = _size(role.ppo_micro_batch_size_per_gpu, role.use_dynamic_bsz, role.ppo_max_token_len_per_gpu)
+    tokens = role.ppo_max_token_len_per_gpu
+    train = _size(role.ppo_micro_batch_size_per_gpu, role.use_dynamic_bsz, tokens)
     if kind in ("critic", "reward"):
-        forward = _size(
-            role.forward_micro_batch_size_per_gpu, role.use_dynamic_bsz, role.ppo_max_token_len_per_gpu
-        )
+        forward = _size(role.forward_micro_batch_size_per_gpu, role.use_dynamic_bsz, tokens)
     return train, forward or train
 
 
@@ -131,7 +130,4 @@ def read_settings(
     train, forward = _micro_batch_sizes(kind, role, role if kind == "ref" else log_prob_cfg)
     schedule = None if kind == "ref" else Schedule.from_config(role.optim, total_steps)
     dtype = parameter_dtype(model.dtype, device)
-    settings = EngineSettings(kind, model, role, dtype, train, forward, device, schedule, **options)
-    if settings.lora and model.peft_type != "lora":
-        raise ConfigError(f"model.peft_type={model.peft_type!r} is unknown; allowed: lora")
-    return settings
+    return EngineSettings(kind, model, role, dtype, train, forward, device, schedule, **options)

@@ -244,7 +244,23 @@ def with_saved_head(model: ValueModel, path: str, dtype: torch.dtype) -> ValueMo
             with _opened(files[name]) as handle:
                 saved[name.rpartition(".")[2]] = handle.get_tensor(name)
     if model.reward:
-        _check_reward_class(model)
+        from transformers import AutoModelForSequenceClassification
+
+        config, kind = model.saved_config(), type(model.backbone).__name__
+        try:  # refuse an architecture whose reward model transformers could not open
+            with quiet_transformers(), torch.device("meta"):
+                names = set(AutoModelForSequenceClassification.from_config(config).state_dict())
+        except (ValueError, KeyError, AttributeError) as error:
+            raise ModelError(
+                f"model.path: transformers has no {config.architectures[0]}, so {kind} cannot be a reward model: "
+                f"{_first_line(error)}"
+            ) from error
+        other = sorted(names ^ set(model.state_dict()))
+        if other:
+            raise ModelError(
+                f"model.path: {kind} with one number as output is not transformers' {config.architectures[0]}; they "
+                f"differ in {', '.join(other[:3])}"
+            )
         named = ", ".join(model.config.architectures or ())
         if "ForSequenceClassification" in named and not saved:
             raise ModelError(
@@ -261,27 +277,6 @@ def with_saved_head(model: ValueModel, path: str, dtype: torch.dtype) -> ValueMo
             ) from error
     model.head.to(dtype)
     return model
-
-
-def _check_reward_class(model: ValueModel) -> None:
-    """Refuse an architecture whose reward model transformers could not open."""
-    from transformers import AutoModelForSequenceClassification
-
-    config = model.saved_config()
-    try:
-        with quiet_transformers(), torch.device("meta"):
-            names = set(AutoModelForSequenceClassification.from_config(config).state_dict())
-    except (ValueError, KeyError, AttributeError) as error:
-        raise ModelError(
-            f"model.path: transformers has no {config.architectures[0]}, so {type(model.backbone).__name__} cannot be "
-            f"a reward model: {_first_line(error)}"
-        ) from error
-    other = sorted(names ^ set(model.state_dict()))
-    if other:
-        raise ModelError(
-            f"model.path: {type(model.backbone).__name__} with one number as output is not transformers' "
-            f"{config.architectures[0]}; they differ in {', '.join(other[:3])}"
-        )
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:

@@ -13,6 +13,7 @@ import ctypes
 import logging
 import mmap
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -44,36 +45,35 @@ class _Access(ctypes.Structure):
 _PINNED, _ON_DEVICE, _READ_WRITE = 1, 1, 3
 
 
-class _Driver:
-    """The few calls of libcuda needed here; a call that fails raises RuntimeError. Integers are 64 bits wide."""
+@lru_cache(maxsize=1)
+def _library() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
 
-    def __init__(self) -> None:
-        self.library = ctypes.CDLL("libcuda.so.1")
 
-    def __call__(self, name: str, *arguments: Any) -> None:
-        wide = [ctypes.c_uint64(x) if isinstance(x, int) else x for x in arguments]
-        code = getattr(self.library, name)(*wide)
-        if code != 0:
-            raise RuntimeError(f"{name} failed with CUDA error {code}")
+def _driver(name: str, *arguments: Any) -> None:
+    """Call a function of libcuda; one that fails raises RuntimeError. Integers are 64 bits wide."""
+    wide = [ctypes.c_uint64(x) if isinstance(x, int) else x for x in arguments]
+    code = getattr(_library(), name)(*wide)
+    if code != 0:
+        raise RuntimeError(f"{name} failed with CUDA error {code}")
 
 
 class VMMBuffer:
     """A range of device memory, built by `reserve`."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        self._driver = _Driver()
         self._device = device
         index = device.index if device.index is not None else torch.cuda.current_device()
         self._location = _Location(_ON_DEVICE, index)
         self._properties = _Properties(type=_PINNED, location=self._location)
         granularity = ctypes.c_size_t()
         properties = ctypes.byref(self._properties)
-        self._driver("cuMemGetAllocationGranularity", ctypes.byref(granularity), properties, 0)
+        _driver("cuMemGetAllocationGranularity", ctypes.byref(granularity), properties, 0)
         self.size = -(-size // granularity.value) * granularity.value
         self._address = ctypes.c_uint64()
         self._handle = ctypes.c_uint64()
         self.mapped = False
-        self._driver("cuMemAddressReserve", ctypes.byref(self._address), self.size, 0, 0, 0)
+        _driver("cuMemAddressReserve", ctypes.byref(self._address), self.size, 0, 0, 0)
         self.wake_up()
 
     @property
@@ -85,19 +85,16 @@ class VMMBuffer:
         if self.mapped:
             return
         torch.cuda.synchronize(self._device)
+        request = (ctypes.byref(self._handle), self.size, ctypes.byref(self._properties), 0)
         try:
-            self._create()
+            _driver("cuMemCreate", *request)
         except RuntimeError:
             torch.cuda.empty_cache()  # what torch keeps for later is not free to the driver
-            self._create()
-        self._driver("cuMemMap", self._address, self.size, 0, self._handle, 0)
+            _driver("cuMemCreate", *request)
+        _driver("cuMemMap", self._address, self.size, 0, self._handle, 0)
         self.mapped = True
         access = _Access(self._location, _READ_WRITE)
-        self._driver("cuMemSetAccess", self._address, self.size, ctypes.byref(access), 1)
-
-    def _create(self) -> None:
-        handle, properties = ctypes.byref(self._handle), ctypes.byref(self._properties)
-        self._driver("cuMemCreate", handle, self.size, properties, 0)
+        _driver("cuMemSetAccess", self._address, self.size, ctypes.byref(access), 1)
 
     def sleep(self) -> None:
         """Release the memory."""
@@ -105,13 +102,13 @@ class VMMBuffer:
             return
         torch.cuda.synchronize(self._device)
         self.mapped = False
-        self._driver("cuMemUnmap", self._address, self.size)
-        self._driver("cuMemRelease", self._handle)
+        _driver("cuMemUnmap", self._address, self.size)
+        _driver("cuMemRelease", self._handle)
 
     def __del__(self) -> None:
         try:
             self.sleep()
-            self._driver("cuMemAddressFree", self._address, self.size)
+            _driver("cuMemAddressFree", self._address, self.size)
         except (RuntimeError, AttributeError, TypeError):  # the process ends, or __init__ failed
             pass
 

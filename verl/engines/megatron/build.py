@@ -10,7 +10,6 @@ from torch import nn
 from verl.config.capabilities import strategy_spec
 from verl.config.parallelism import Layout, layout_of
 from verl.config.roles import ModelRole
-from verl.engines.base import no_adapters
 from verl.engines.build import load_model, open_model
 from verl.engines.megatron.engine import MegatronEngine
 from verl.engines.megatron.groups import groups_of
@@ -44,8 +43,6 @@ def build_megatron(
     if optimizer is not None:
         raise ConfigError("strategy=megatron has its own optimiser; set strategy=fsdp for one of yours")
     settings = read_settings(kind, model_cfg, role_cfg, **options)
-    if settings.lora:
-        raise ConfigError(no_adapters("strategy=megatron"))
     device, trained = settings.device, settings.trained
     ranks = EngineRanks(device, fsdp_size=None)
     layout = layout_of(role_cfg, ranks.world_size)
