@@ -203,11 +203,12 @@ def _blocks(x: torch.Tensor) -> torch.Tensor:
 
 
 class Quantised:
-    """A float32 tensor stored as 8-bit codes with one float32 scale per `BLOCK` numbers."""
+    """A float32 tensor stored as 8-bit codes with one float32 scale per `BLOCK` numbers. A code is the square root of a
+    number's share of the block's largest, so that small numbers keep their digits."""
 
     def __init__(self, like: torch.Tensor, signed: bool) -> None:
         blocks = -(-like.numel() // BLOCK)
-        self.shape = like.shape
+        self.shape, self.signed = like.shape, signed
         self.levels = 127 if signed else 255
         self.codes = torch.zeros(
             blocks, BLOCK, dtype=torch.int8 if signed else torch.uint8, device=like.device
@@ -215,19 +216,17 @@ class Quantised:
         self.scales = torch.zeros(blocks, 1, dtype=torch.float32, device=like.device)
 
     def dequantize(self) -> torch.Tensor:
-        flat = (self.codes.float() * self.scales).flatten()
+        codes = self.codes.float()
+        flat = (codes * codes.abs() / self.levels**2 * self.scales).flatten()
         return flat[: self.shape.numel()].view(self.shape)
 
-    def quantize_(self, x: torch.Tensor, up: bool = False) -> None:
+    def quantize_(self, x: torch.Tensor) -> None:
+        """A dequantised value gives the same code again. What is not signed divides a step: it does not become 0."""
         blocks = _blocks(x)
-        self.scales = blocks.abs().amax(dim=1, keepdim=True) / self.levels
-        ratio = blocks / self.scales.clamp(min=1e-38)
-        # A dequantised value must give the same code again: hence the small step down before rounding up.
-        self.codes = (
-            (ratio.sub_(1e-3).ceil_() if up else ratio.round_())
-            .clamp_(-self.levels, self.levels)
-            .to(self.codes.dtype)
-        )
+        self.scales = blocks.abs().amax(dim=1, keepdim=True)
+        roots = (blocks.abs() / self.scales.clamp(min=1e-38)).sqrt_().mul_(self.levels).round_()
+        roots.clamp_(0 if self.signed else 1, self.levels)
+        self.codes = roots.copysign_(blocks).to(self.codes.dtype)
 
     def move(self, device: torch.device) -> None:
         self.codes, self.scales = self.codes.to(device), self.scales.to(device)
@@ -255,10 +254,9 @@ def round_stochastically(x: torch.Tensor, dtype: torch.dtype, generator: torch.G
 class LowMemoryAdamW:
     """AdamW with 8-bit moments and, with stochastic rounding, half-precision weights without a master copy.
 
-    Arithmetic is float32, only what is stored between steps is smaller. The second moment is stored as its square root
-    and rounded up, so that rounding can only make a step smaller. Stochastic rounding makes updates below the rounding
-    step right on average instead of lost. A state that is saved and loaded gives the same codes again, so resuming is
-    exact."""
+    Arithmetic is float32, only what is stored between steps is smaller. The second moment is stored as its square root.
+    Stochastic rounding makes updates below the rounding step right on average instead of lost. A state that is saved
+    and loaded gives the same codes again, so resuming is exact."""
 
     def __init__(
         self, masters: Mapping[str, torch.Tensor], options: AdamWOptions, int8: bool, seed: int
@@ -280,7 +278,7 @@ class LowMemoryAdamW:
             return
         if name not in store:
             store[name] = Quantised(value, signed)
-        store[name].quantize_(value, up=not signed)
+        store[name].quantize_(value)
 
     @torch.no_grad()
     def step(self, gradients: Mapping[str, torch.Tensor], lr: float, factor: float) -> None:
