@@ -1,7 +1,8 @@
 """Reading JSON that others may have written, or that a full disk may have cut.
 
 Whatever is wrong with the text is a ValueError, which the caller turns into an error that names the file. Only regular
-files are read (a FIFO would block for ever, a device has no end), and only up to a size.
+files are read (a FIFO would block for ever, a device has no end), and only up to a size. A file is replaced as a whole
+(`replacing`).
 """
 
 from __future__ import annotations
@@ -9,7 +10,10 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Callable, Mapping
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -76,3 +80,24 @@ def check_nesting(value: Any, max_values: int | None = None) -> None:
             raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
         if max_values is not None and values > max_values:
             raise ValueError(f"more than {max_values:,} keys and values")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A new, empty file beside `path`, which takes its place after the block; it is removed where the block fails."""
+    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    os.close(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+    try:
+        yield draft
+        os.replace(draft, path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def mode_of_new_files(folder: Path) -> int:
+    """The permissions of a file that is created in `folder`: to read the umask alone would change it for a moment."""
+    with tempfile.TemporaryDirectory(dir=folder) as inner:
+        file = Path(inner) / "file"
+        file.touch()
+        return stat.S_IMODE(file.stat().st_mode)

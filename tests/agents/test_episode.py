@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from verl.agents.base import Message, ToolFailed
-from verl.agents.episode import Answer, Episode
+from verl.agents.episode import Episode, TurnAnswer
 from verl.agents.formats import get_format
 from verl.agents.toolset import Agents
 from verl.config.sections.rollout import MultiTurnConfig
@@ -134,10 +134,10 @@ def begin(agents: Agents) -> Callable[..., Episode]:
     return begin
 
 
-def say(session: Episode, text: str, timeout_s: float = LONG_S) -> Answer:
+def say(session: Episode, text: str, timeout_s: float = LONG_S) -> TurnAnswer:
     session._timeout_s = timeout_s
     messages: list[Message] = [{"role": "assistant", "content": text}]
-    answer: Answer = session.agents.wait_for(session.respond(text, messages))
+    answer: TurnAnswer = session.agents.wait_for(session.respond(text, messages))
     session._timeout_s = LONG_S
     return answer
 
@@ -146,7 +146,7 @@ def counted_calls() -> tuple[float, ...]:
     return tuple(live.values[f"tool_calls_{name}"] for name in ("waiting", "total", "failed_total"))
 
 
-def call(session: Episode, tool: str, what: str) -> Answer:
+def call(session: Episode, tool: str, what: str) -> TurnAnswer:
     text = json.dumps({"name": tool, "arguments": {"what": what}})
     return say(session, f"<tool_call>{text}</tool_call>", SHORT_S if what == "hang" else LONG_S)
 

@@ -9,7 +9,7 @@ import torch
 
 from verl.algorithms import get_adv_estimator_fn, masked_whiten
 from verl.algorithms.advantages import implicit_rewards, outcome_cross_entropy
-from verl.algorithms.sampling import dynamic_sampling_failed, groups_within
+from verl.algorithms.groups import dynamic_sampling_failed, groups_within
 
 
 def estimate(name, batch, **more):

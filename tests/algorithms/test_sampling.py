@@ -12,7 +12,7 @@ from verl.algorithms import (
     overlong_penalty,
     pf_ppo_indices,
 )
-from verl.algorithms.sampling import dynamic_sampling_failed, pf_ppo_weights
+from verl.algorithms.groups import dynamic_sampling_failed, pf_ppo_weights
 from verl.errors import ConfigError
 
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from verl.checkpoint import CheckpointManager, PartSettings
 from verl.checkpoint.manifest import read_manifest, verify, write_manifest
 from verl.checkpoint.state import write_snapshot
-from verl.checkpoint.steps import Limits, StepFolder, beyond_limits, delete, in_use, list_steps
+from verl.checkpoint.steps import RetentionLimits, StepFolder, beyond_limits, delete, in_use, list_steps
 from verl.config.schema import DPOConfig, PPOConfig, RewardTrainingConfig, SFTConfig
 from verl.errors import CheckpointError
 
@@ -449,11 +449,11 @@ def test_actor_and_critic_have_limits_of_their_own(tmp_path: Path, job: ModuleTy
 
 def test_deciding_never_touches_the_newest_nor_folders_that_are_not_checkpoints() -> None:
     entries = [StepFolder(Path(f"global_step_{s}"), s, None, "incomplete") for s in (3, 2, 1)]
-    assert beyond_limits(entries, Limits({"actor": 1})) == ([], [])
+    assert beyond_limits(entries, RetentionLimits({"actor": 1})) == ([], [])
 
 
 def test_loading_all_but_the_weights_is_refused() -> None:
-    from verl.config.sections.model import CheckpointConfig
+    from verl.config.sections.actor import CheckpointConfig
 
     assert not [*CheckpointConfig(load_contents=["model", "extra"]).errors("checkpoint")]
     (line,) = CheckpointConfig(load_contents=["optimizer", "extra"]).errors("checkpoint")
@@ -472,7 +472,7 @@ def test_settings_come_from_the_configuration(tmp_path: Path) -> None:
     assert manager.settings["actor"].async_save and manager.settings["critic"].save_contents == ["model"]
     # A refreshed reference and the reward model go with the actor.
     kept = {"actor": 4, "ref": 4, "critic": None, "implicit_reward": 4}
-    assert manager.limits == Limits(kept, "val-core/x", "min")
+    assert manager.limits == RetentionLimits(kept, "val-core/x", "min")
     assert CheckpointManager.from_config(SFTConfig(), tmp_path).resume_mode == "auto"
 
 

@@ -19,7 +19,7 @@ from verl.checkpoint import CheckpointManager, PartSettings, hf_folder
 from verl.checkpoint import merge as merge_module
 from verl.checkpoint.hf_folder import empty_model, stored_as_is, write_weights
 from verl.checkpoint.merge import MergeOptions, merge
-from verl.checkpoint.tensors import Chunk, local_chunks, write_chunks, write_stream
+from verl.checkpoint.tensors import TensorChunk, local_chunks, write_chunks, write_stream
 from verl.checkpoint.weights import ShardedReader, TensorReader, same_bits
 from verl.errors import CheckpointError
 
@@ -435,13 +435,13 @@ def test_every_architecture_is_written_as_transformers_writes_it(
     config = AutoConfig.for_model(architecture, **options)
     model = AutoModelForCausalLM.from_config(config)
     state = {k: v for k, v in model.state_dict().items() if not (tied and k == "lm_head.weight")}
-    halves: list[list[Chunk]] = [[], []]
+    halves: list[list[TensorChunk]] = [[], []]
     for name, value in state.items():
         cut = (value.shape[0] + 1) // 2
         rest = (0,) * (value.ndim - 1)
-        halves[0].append(Chunk(name, (0, *rest), value[:cut]))
+        halves[0].append(TensorChunk(name, (0, *rest), value[:cut]))
         if cut < value.shape[0]:
-            halves[1].append(Chunk(name, (cut, *rest), value[cut:]))
+            halves[1].append(TensorChunk(name, (cut, *rest), value[cut:]))
     files = [tmp_path / "0.safetensors", tmp_path / "1.safetensors"]
     for file, chunks in zip(files, halves, strict=True):
         write_chunks(file, chunks)
@@ -555,7 +555,7 @@ def test_a_shard_missing_in_the_middle_is_noticed(tmp_path: Path) -> None:
     whole = torch.arange(12.0).reshape(6, 2)
     files = [tmp_path / f"{first}.safetensors" for first in (0, 2, 4)]
     for first, file in zip((0, 2, 4), files, strict=True):
-        write_chunks(file, [Chunk("w", (first, 0), whole[first : first + 2])])
+        write_chunks(file, [TensorChunk("w", (first, 0), whole[first : first + 2])])
     assert torch.equal(ShardedReader(files).get("w"), whole)
     with pytest.raises(CheckpointError, match="shard of tensor 'w' is missing: 8 of 12"):
         ShardedReader([files[0], files[2]]).get("w")

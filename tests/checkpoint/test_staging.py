@@ -12,13 +12,13 @@ import torch
 
 from verl.checkpoint import CheckpointManager, PartSettings, save_op
 from verl.checkpoint.save_op import Staging
-from verl.checkpoint.state import Snapshot
-from verl.checkpoint.tensors import Chunk
+from verl.checkpoint.state import StateSnapshot
+from verl.checkpoint.tensors import TensorChunk
 
 IN_BACKGROUND = {"actor": PartSettings(["model", "optimizer", "extra"], None, True)}
 
 
-def some_state(scale: float = 1.0) -> Snapshot:
+def some_state(scale: float = 1.0) -> StateSnapshot:
     tensors = {
         "matrix": torch.randn(30, 50) * scale,
         "strided": torch.randn(6, 8).T * scale,
@@ -27,7 +27,9 @@ def some_state(scale: float = 1.0) -> Snapshot:
         "flags": torch.rand(5) > 0.5,
         "empty": torch.zeros(0, 3),
     }
-    return Snapshot({"model": [Chunk(key, (0,) * t.ndim, t) for key, t in tensors.items()], "extra": []}, {})
+    return StateSnapshot(
+        {"model": [TensorChunk(key, (0,) * t.ndim, t) for key, t in tensors.items()], "extra": []}, {}
+    )
 
 
 def test_a_copy_is_equal_and_apart_from_its_source() -> None:
@@ -52,7 +54,7 @@ def test_memory_is_used_again_until_the_state_changes_its_shape() -> None:
     first = [chunk.tensor.data_ptr() for _, chunk in kept.copy("actor", taken).tensors()]
     kept.reserve("actor", some_state())
     assert [chunk.tensor.data_ptr() for _, chunk in kept.copy("actor", some_state()).tensors()] == first
-    larger = Snapshot({"model": [Chunk("matrix", (0, 0), torch.ones(40, 50))]}, {})
+    larger = StateSnapshot({"model": [TensorChunk("matrix", (0, 0), torch.ones(40, 50))]}, {})
     kept.reserve("actor", larger)
     assert torch.equal(kept.copy("actor", larger).chunks["model"][0].tensor, torch.ones(40, 50))
 

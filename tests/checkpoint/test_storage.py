@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from verl.checkpoint.files import finish_removals, inside, record_of, remove_folder
 from verl.checkpoint.state import capture_rng, decode, encode, restore_rng
-from verl.checkpoint.tensors import Chunk, local_chunks, read_into, read_tensors, write_chunks
+from verl.checkpoint.tensors import TensorChunk, local_chunks, read_into, read_tensors, write_chunks
 from verl.errors import CheckpointError
 
 TENSORS = {
@@ -61,8 +61,8 @@ def test_every_type_comes_back_bit_for_bit_and_the_record_is_of_the_file(tmp_pat
 @pytest.mark.filterwarnings("ignore:.*torch.distributed is disabled.*")
 def test_the_stock_reader_of_torch_reads_our_shards(tmp_path: Path) -> None:
     whole = torch.arange(24.0).reshape(6, 4)
-    write_chunks(tmp_path / "0.safetensors", [Chunk("w", (0, 0), whole[:4])])
-    write_chunks(tmp_path / "1.safetensors", [Chunk("w", (4, 0), whole[4:])])
+    write_chunks(tmp_path / "0.safetensors", [TensorChunk("w", (0, 0), whole[:4])])
+    write_chunks(tmp_path / "1.safetensors", [TensorChunk("w", (4, 0), whole[4:])])
     target = {"w": torch.zeros(6, 4)}
     dcp.load(target, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path)))
     assert torch.equal(target["w"], whole)
@@ -80,7 +80,7 @@ def test_any_cut_into_boxes_is_put_together_again(tmp_path_factory: Any, data: s
     for r0, r1 in pairwise(row_cuts):
         for c0, c1 in pairwise(column_cuts):
             files.append(folder / f"{r0}_{c0}.safetensors")
-            write_chunks(files[-1], [Chunk("w", (r0, c0), whole[r0:r1, c0:c1])])
+            write_chunks(files[-1], [TensorChunk("w", (r0, c0), whole[r0:r1, c0:c1])])
     assert torch.equal(read_tensors(files)["w"], whole)
     if len(files) > 1:
         with pytest.raises(CheckpointError, match="shard of tensor 'w' is missing|has shape"):

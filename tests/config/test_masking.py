@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from verl.config.keys import mask_override, mask_text, mask_values
 from verl.config.load import from_dict, load_ppo_config, recorded, to_yaml
-from verl.config.masking import mask_override, mask_text, mask_values
 from verl.config.schema import PPOConfig
 from verl.errors import ConfigError
 from verl.observe.run_facts import flat_config

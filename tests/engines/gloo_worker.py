@@ -174,7 +174,7 @@ def _float32_log_probs(engine: Any, exact: Any, rank: int, world: int) -> None:
 def half_precision(rank: int, world: int, folder: Path) -> dict[str, Any]:
     """Shards are float32 masters, the gathered copies bfloat16. Whether they can be packed is decided in float32."""
     from verl.models.loading import cast_parameters
-    from verl.models.packability import Probe, probe_rows
+    from verl.models.packability import PackingProbe, probe_rows
 
     sharp = conftest.make_engine(model=_sharp_model(), role=ROLE, dtype="bfloat16")
     assert sharp.info.packed
@@ -184,11 +184,11 @@ def half_precision(rank: int, world: int, folder: Path) -> dict[str, Any]:
     exactly = conftest.make_engine(model=exact, role=ROLE)  # attached, and sharded like the other
     rows = probe_rows(conftest.VOCAB, 11)
     probes = [
-        Probe(model, torch.device("cpu"), exact=True)(rows, packed=True)
+        PackingProbe(model, torch.device("cpu"), exact=True)(rows, packed=True)
         for model in (conftest.module_of(sharp), exact)
     ]
     torch.testing.assert_close(*probes, rtol=1e-3, atol=1e-2)
-    rounded = Probe(conftest.module_of(sharp), torch.device("cpu"), exact=False)(rows, packed=True)
+    rounded = PackingProbe(conftest.module_of(sharp), torch.device("cpu"), exact=False)(rows, packed=True)
     assert (rounded - probes[1]).abs().max() > 0.1, "bfloat16 rounds, or nothing was tested"
     _float32_log_probs(sharp, exactly, rank, world)
     engine = conftest.make_engine(model=conftest.make_model(), role=ROLE, dtype="bfloat16")

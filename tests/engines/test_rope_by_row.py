@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from verl.models.rope import checkpoint_contexts, per_row, position_limit, row_lengths
+from verl.models.introspection import checkpoint_contexts, per_row, position_limit, row_lengths
 
 LIMIT = 16
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}

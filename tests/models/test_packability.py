@@ -9,7 +9,7 @@ import torch
 
 from verl.models.attention import use_verl_attention
 from verl.models.packability import (
-    Probe,
+    PackingProbe,
     head_fault,
     packing_fault,
     padding_fault,
@@ -103,7 +103,7 @@ def test_a_model_whose_rounding_exceeds_any_bound_is_packed(tiny):
     model = chaotic(tiny)
     assert use_verl_attention(model)
     attach(model)
-    rows, probe = probe_rows(53, 11), Probe(model, CPU, exact=False)
+    rows, probe = probe_rows(53, 11), PackingProbe(model, CPU, exact=False)
     with torch.no_grad():
         together = probe(rows, packed=True)
         model.set_attn_implementation("eager")

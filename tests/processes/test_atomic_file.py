@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from verl.atomic_file import mode_of_new_files, replacing
 from verl.data.write import write_rows
+from verl.json_input import mode_of_new_files, replacing
 from verl.models.loading import let_others_read
 from verl.observe.report import write_report
 from verl.observe.run_folder import RunFolder

@@ -19,7 +19,7 @@ from verl.rollout.source import ModuleWeights
 from verl.rollout.vllm.base import check_report
 from verl.rollout.vllm.worker import LoadCheck
 from verl.rollout.weight_sync.buckets import split_buckets
-from verl.rollout.weight_sync.fingerprint import Manifest, compare, fingerprint
+from verl.rollout.weight_sync.fingerprint import WeightManifest, compare, fingerprint
 from verl.rollout.weight_sync.probe import ProbeCheck, measure, probe_request
 from verl.rollout.weight_sync.shared_memory import SharedMemorySender, receive_tensors
 
@@ -76,7 +76,7 @@ def test_buckets_keep_to_their_size_and_lose_nothing() -> None:
 
 @pytest.mark.parametrize("receivers", [1, 3])
 def test_every_receiver_gets_every_weight_and_nothing_stays_behind(receivers: int) -> None:
-    sent, most = Manifest(), 0
+    sent, most = WeightManifest(), 0
     received: list[dict[str, torch.Tensor]] = [{} for _ in range(receivers)]
 
     def receive(number: int, sender: SharedMemorySender) -> None:
@@ -94,7 +94,7 @@ def test_every_receiver_gets_every_weight_and_nothing_stays_behind(receivers: in
             thread.join()
     assert most == 1, "no more than one bucket is in shared memory"
     for tensors in received:
-        manifest = Manifest()
+        manifest = WeightManifest()
         list(manifest.watch(tensors.items()))
         compare(sent, manifest, 0, "test")
     assert not sender.folder.exists()

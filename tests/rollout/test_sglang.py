@@ -23,7 +23,7 @@ from verl.rollout.external_engine import TPFollower, require_engine
 from verl.rollout.sglang import server_arguments
 from verl.rollout.source import ModuleWeights, model_info
 from verl.rollout.weight_sync.broadcast import ReceivedWeights
-from verl.rollout.weight_sync.fingerprint import Manifest
+from verl.rollout.weight_sync.fingerprint import WeightManifest
 
 FAKE = Path(__file__).parent / "fake_sglang"
 PROMPTS = [[5, 9, 33], [7], [60, 3, 44, 20]]
@@ -105,7 +105,7 @@ def test_weights_from_another_process_reach_the_server(engine: Any, model: Any) 
     source.broadcast = SimpleNamespace(receive=lambda: iter(shifted.items()))  # type: ignore[assignment]
     source.expect(5)
     engine.update_weights(source, 5)
-    sent = Manifest()
+    sent = WeightManifest()
     list(sent.watch(shifted.items()))
     assert source.received == sent
     (response,) = engine.generate([Request("a", [5, 9], SamplingParams(max_tokens=6))])

@@ -59,3 +59,13 @@ def test_nothing_outside_engines_reaches_into_an_engine():
         and ast.unparse(node.value).rpartition(".")[2].rstrip("()").endswith("engine")
     ]
     assert not found, "\n".join(found)
+
+
+def test_each_name_of_a_class_is_given_once():
+    """Two modules with a class of one name make every search for it ambiguous."""
+    names: dict[str, list[str]] = {}
+    for module, path in modules().items():
+        for node in tree(path).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                names.setdefault(node.name, []).append(module)
+    assert {name: found for name, found in names.items() if len(found) > 1} == {}

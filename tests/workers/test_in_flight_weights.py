@@ -19,7 +19,7 @@ from verl.rollout.base import Request, Response, RolloutEngine, SamplingParams
 from verl.rollout.native import NativeRollout
 from verl.rollout.weight_sync import broadcast
 from verl.rollout.weight_sync.broadcast import report
-from verl.rollout.weight_sync.fingerprint import Manifest
+from verl.rollout.weight_sync.fingerprint import WeightManifest
 from verl.rollout.weight_sync.probe import SAMPLES
 
 WAIT_S = 240
@@ -256,7 +256,7 @@ def test_the_probe_takes_no_response_of_others_and_is_drawn_by_the_new_weights(
     def sync() -> Any:
         change_weights(model)
         engine.update_weights(None, 1)
-        return report(engine, Manifest(), INFO, RolloutConfig(), keep)
+        return report(engine, WeightManifest(), INFO, RolloutConfig(), keep)
 
     def before(number: int) -> None:
         if number == 3:
@@ -269,7 +269,9 @@ def test_the_probe_takes_no_response_of_others_and_is_drawn_by_the_new_weights(
     assert set(found) == {("soon", 0), ("soon", 1), ("a", 0), ("b", 0)}
     assert during == ["soon", "soon"]
     assert all(response.finish_reason == "length" for response in found.values())
-    fresh = report(NativeRollout(model, None), Manifest(), INFO, RolloutConfig(), lambda responses: None)
+    fresh = report(
+        NativeRollout(model, None), WeightManifest(), INFO, RolloutConfig(), lambda responses: None
+    )
     arrival = answers[0].result(WAIT_S)
     assert sorted(arrival.tokens) == sorted(fresh.tokens) and len(arrival.tokens) == SAMPLES
 
@@ -282,7 +284,7 @@ def test_a_full_engine_is_not_probed(
 
     def sync(max_running: int) -> Any:
         return report(
-            engine, Manifest(), INFO, RolloutConfig(max_num_seqs=max_running), server.sampler.deliver
+            engine, WeightManifest(), INFO, RolloutConfig(max_num_seqs=max_running), server.sampler.deliver
         )
 
     def before(number: int) -> None:

@@ -28,7 +28,7 @@ from verl.rollout.vllm.base import read_adapter, write_adapter
 from verl.rollout.vllm.engine import VLLMRollout
 from verl.rollout.weight_sync import broadcast
 from verl.rollout.weight_sync.broadcast import Broadcast, ReceivedWeights
-from verl.rollout.weight_sync.fingerprint import Manifest, compare
+from verl.rollout.weight_sync.fingerprint import WeightManifest, compare
 from verl.rollout.weight_sync.probe import ProbeCheck
 from verl.workers.rank import RankSetup
 from verl.workers.rollout_rank import RolloutRank
@@ -234,7 +234,7 @@ class WithoutVLLM(VLLMRollout):
     def create_llm(self) -> Any:
         assert self.arguments["enable_lora"] and self.arguments["max_lora_rank"] == 8
         self.base: list[list[str]] = []
-        self.loaded: list[Manifest] = []
+        self.loaded: list[WeightManifest] = []
         return MagicMock()
 
     def deliver(self, tensors: Any) -> list[str]:
@@ -242,7 +242,7 @@ class WithoutVLLM(VLLMRollout):
         return []
 
     def _load_adapter(self, name: str, number: int, folder: str) -> Any:
-        self.loaded.append(read_adapter(Path(folder), Manifest()))
+        self.loaded.append(read_adapter(Path(folder), WeightManifest()))
         return MagicMock()
 
 
@@ -281,7 +281,7 @@ def test_vllm_gets_the_weights_once_and_every_adapter_as_an_adapter(adapted: Any
     base, adapter = dict(weights.base_tensors()), dict(found.named_tensors)
     for version, parts in ((0, [base, adapter]), (1, [adapter]), (2, [adapter])):
         send_to(engine, version, parts)
-        expected = Manifest()
+        expected = WeightManifest()
         for part in parts:
             list(expected.watch(part.items()))
         assert engine.source.received == expected

@@ -24,7 +24,7 @@ from verl.rollout.external_engine import RemoteEngine, TPFollower
 from verl.rollout.source import ModuleWeights
 from verl.rollout.vllm.engine import VLLMRollout
 from verl.rollout.weight_sync.broadcast import Broadcast, load_into, report
-from verl.rollout.weight_sync.fingerprint import Manifest, compare
+from verl.rollout.weight_sync.fingerprint import WeightManifest, compare
 from verl.rollout.weight_sync.probe import ProbeCheck
 
 CPU = torch.device("cpu")
@@ -94,7 +94,7 @@ def test_every_receiver_gets_every_pair_whatever_the_size_of_buckets(limit: int)
         assert list(pairs) == list(PAIRS)
         for name, tensor in PAIRS.items():
             assert pairs[name].dtype == tensor.dtype and torch.equal(pairs[name], tensor)
-        arrived = Manifest()
+        arrived = WeightManifest()
         list(arrived.watch(pairs.items()))
         compare(sent, arrived, 1, "engine")
 
@@ -136,14 +136,14 @@ def test_what_is_fingerprinted_is_what_the_module_has(llama: Callable[..., Any])
             self.weight.copy_ = lambda other: self.weight  # type: ignore[method-assign]
 
     deaf, other = Deaf(), {"weight": torch.zeros(2, 2)}
-    sent = Manifest()
+    sent = WeightManifest()
     received = load_into(deaf, sent.watch(other.items()))
     with pytest.raises(TrainingHalted, match="weight: sent float32"):
         compare(sent, received, 1, "engine")
 
 
 def test_weights_in_another_type_are_compared_as_they_arrived(llama: Callable[..., Any]) -> None:
-    half, sent = llama(2).to(torch.bfloat16), Manifest()
+    half, sent = llama(2).to(torch.bfloat16), WeightManifest()
     compare(sent, load_into(half, sent.watch(llama(1).state_dict().items())) or sent, 1, "engine")
     torch.testing.assert_close(half.model.norm.weight.float(), llama(1).model.norm.weight)
 

@@ -20,7 +20,7 @@ from verl.observe.live import live
 
 
 @dataclass
-class Answer:
+class TurnAnswer:
     """What a turn of the model is answered with."""
 
     records: list[ToolRecord] = field(default_factory=list)
@@ -61,10 +61,10 @@ class Episode:
                 texts.append(await instance.reset(dict(self.row), self._timeout_s))
         return "\n".join(text for text in texts if text) or None
 
-    async def respond(self, text: str, messages: list[Message]) -> Answer:
+    async def respond(self, text: str, messages: list[Message]) -> TurnAnswer:
         """The answer to a turn of the model, the last of `messages`."""
         if self.single_turn:
-            return Answer(done=True)
+            return TurnAnswer(done=True)
         answer = await self._observe(text) if self.agents.text_server else await self._run_tools(text)
         if not answer.records and not answer.done:
             answer.user = await self._ask_user(text, messages, answer)
@@ -97,7 +97,7 @@ class Episode:
 
     # ---- tools
 
-    async def _run_tools(self, text: str) -> Answer:
+    async def _run_tools(self, text: str) -> TurnAnswer:
         parsed, limit = self.agents.format.parse(text), self.agents.cfg.max_parallel_calls
         running = [
             self._recorded(ToolRecord(call.name, call.arguments), self._call(call))
@@ -108,7 +108,7 @@ class Episode:
             told = f"Error: not run; at most {limit} call{'s' if limit > 1 else ''} per turn."
             records.append(ToolRecord(call.name, call.arguments, told, "malformed"))
         records += [ToolRecord("", {}, f"Error: {problem}", "malformed") for problem in parsed.problems]
-        return Answer(records)
+        return TurnAnswer(records)
 
     async def _recorded(self, record: ToolRecord, call: Awaitable[Called]) -> ToolRecord:
         """Await a call: its outcome and its time go to the record."""
@@ -142,7 +142,7 @@ class Episode:
         )
         return await provider.call(self.key, call, self._timeout_s), None
 
-    async def _observe(self, text: str) -> Answer:
+    async def _observe(self, text: str) -> TurnAnswer:
         """A server that takes the calls out of the text itself."""
         server, fields = self.agents.text_server, self.row.get("extra_info") or {}
         assert server is not None
@@ -156,12 +156,12 @@ class Episode:
 
         await self._recorded(record, observe())
         if seen.done and not seen.text:
-            return Answer(done=True)
-        return Answer([record], done=record.failure is None and seen.done)
+            return TurnAnswer(done=True)
+        return TurnAnswer([record], done=record.failure is None and seen.done)
 
     # ---- user and rewards
 
-    async def _ask_user(self, text: str, messages: list[Message], answer: Answer) -> str | None:
+    async def _ask_user(self, text: str, messages: list[Message], answer: TurnAnswer) -> str | None:
         user = next((instance for info, instance in self._instances if "user" in info.hooks), None)
         try:
             if user is not None:
@@ -172,7 +172,7 @@ class Episode:
             answer.error = f"the user gave no answer: {error.text}"
         return None
 
-    async def _turn_reward(self, answer: Answer) -> float | None:
+    async def _turn_reward(self, answer: TurnAnswer) -> float | None:
         """What the calls of the turn earned, and what its environment gives."""
         rewards = [record.reward for record in answer.records if record.reward is not None]
         for info, instance in self._instances:

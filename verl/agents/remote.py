@@ -116,7 +116,7 @@ class Outage:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ServerAnswer:
     """Status and body of an HTTP answer."""
 
     status: int
@@ -155,7 +155,7 @@ class RemoteServer:
             timeout=None,
         )
 
-    async def request(self, method: str, path: str, body: Any = None, *, timeout_s: float) -> Answer:
+    async def request(self, method: str, path: str, body: Any = None, *, timeout_s: float) -> ServerAnswer:
         """The answer to one request, whatever its status. ToolFailed after `timeout_s`, or when the request broke the
         connection, or met a proxy's 502 or 504 while the server answers others, `MAX_SENDS` times; ToolsLost when the
         server stayed away."""
@@ -193,7 +193,7 @@ class RemoteServer:
 
     async def _send(
         self, method: str, path: str, content: bytes | None, timeout_s: float
-    ) -> tuple[Answer, httpx.Headers]:
+    ) -> tuple[ServerAnswer, httpx.Headers]:
         headers = {} if content is None else {"Content-Type": "application/json"}
         connect = httpx.Timeout(None, connect=min(_CONNECT_S, timeout_s / 2))
         received = bytearray()
@@ -207,7 +207,7 @@ class RemoteServer:
                     received += chunk
                     if len(received) > MAX_ANSWER_BYTES:
                         raise ToolFailed(f"The answer is larger than {MAX_ANSWER_BYTES:,} bytes.")
-        return Answer(response.status_code, bytes(received)), response.headers
+        return ServerAnswer(response.status_code, bytes(received)), response.headers
 
     async def _check_alive(self) -> None:
         """ToolsLost for a server that answers nothing any more."""

@@ -20,7 +20,7 @@ from verl.agents.conversation import (
     prompt_messages,
     unpack_conversations,
 )
-from verl.agents.episode import Answer, Episode
+from verl.agents.episode import Episode, TurnAnswer
 from verl.agents.formats import detect_format, get_format
 from verl.agents.templates import ChatTurns
 from verl.agents.toolset import END_S, KEY, ROUTING_COLUMNS, ROW_FIELDS, Agents
@@ -295,7 +295,7 @@ class ConversationSampler(Sampler):
             return min(data.max_prompt_length + data.max_response_length - prompt, most)
         return most - len(talk.conversation.token_ids)
 
-    def take_answer(self, talk: _Talk, answer: Answer) -> str | None:
+    def take_answer(self, talk: _Talk, answer: TurnAnswer) -> str | None:
         """Add what the model's turn was answered with; why the conversation ends, where it does."""
         cfg, conversation = self.runner.cfg, talk.conversation
         conversation.turns[-1].records = answer.records
@@ -319,7 +319,7 @@ class ConversationSampler(Sampler):
         conversation.add_messages(ids, messages)
         return None
 
-    def messages(self, answer: Answer) -> list[Message]:
+    def messages(self, answer: TurnAnswer) -> list[Message]:
         """What the model reads next."""
         cfg = self.runner.cfg
         if answer.done:

@@ -11,7 +11,7 @@ import httpx
 
 from verl.agents.base import FailureKind, Observation, Schema, ToolCall, ToolFailed, ToolProvider, ToolsLost
 from verl.agents.mcp import MCPTools
-from verl.agents.remote import CONCURRENCY, Answer, RemoteServer, plain_text
+from verl.agents.remote import CONCURRENCY, RemoteServer, ServerAnswer, plain_text
 from verl.agents.schemas import read_schema
 from verl.errors import ConfigError, MissingPackage
 
@@ -123,7 +123,7 @@ class TextServer:
         extra_fields: Mapping[str, Any],
         timeout_s: float,
         **lists: list[bool],
-    ) -> Answer:
+    ) -> ServerAnswer:
         body = {
             "trajectory_ids": [key],
             "actions": [text],
@@ -192,7 +192,7 @@ async def _probe_text(server: RemoteServer, timeout_s: float, tried: list[str]) 
 
 async def _ask(
     server: RemoteServer, method: str, path: str, body: Any, timeout_s: float, tried: list[str]
-) -> Answer | None:
+) -> ServerAnswer | None:
     try:
         answer = await server.request(method, path, body, timeout_s=timeout_s)
     except ToolFailed as error:
@@ -218,7 +218,7 @@ async def _probe_mcp(base: str, concurrency: int, tried: list[str]) -> MCPTools 
 # ---- answers
 
 
-def _object(answer: Answer) -> dict[str, Any]:
+def _object(answer: ServerAnswer) -> dict[str, Any]:
     try:
         content = answer.json()
     except ValueError:
@@ -228,6 +228,6 @@ def _object(answer: Answer) -> dict[str, Any]:
     return content
 
 
-def _unusable(answer: Answer, wanted: str) -> ToolFailed:
+def _unusable(answer: ServerAnswer, wanted: str) -> ToolFailed:
     _log.warning("a tool server answered with %s; it should be %s", answer, wanted)
     return ToolFailed(f"The answer of the tool server (HTTP {answer.status}) is not {wanted}.")

@@ -18,7 +18,7 @@ from verl.agents.base import Message, Schema, ToolCall, ToolFailed, ToolProvider
 from verl.agents.formats import ToolFormat
 from verl.agents.hosted import HostedInfo
 from verl.agents.mcp import MCPTools
-from verl.agents.remote import CONCURRENCY, Answer, RemoteServer, plain_text
+from verl.agents.remote import CONCURRENCY, RemoteServer, ServerAnswer, plain_text
 from verl.agents.tool_processes import Target, ToolProcesses
 from verl.agents.tool_server import TextServer, connect_tool_server
 from verl.config.sections.rollout import MultiTurnConfig, MultiTurnUserConfig
@@ -349,7 +349,7 @@ class EndpointUser:
         prompt = str(row_column(row, "user_prompt") or self._config.prompt or DEFAULT_PROMPT)
         return {"role": "system", "content": prompt if STOP_MARK in prompt else f"{prompt}\n\n{_END_RULE}"}
 
-    def _refused(self, answer: Answer) -> str:
+    def _refused(self, answer: ServerAnswer) -> str:
         return (
             f"The endpoint {_USER}.base_url={self._config.base_url} refused model {self._config.model!r} with {answer}"
             f". Check {_USER}.model, and the key in the variable {self._config.api_key_env} ({_USER}.api_key_env)"

@@ -13,22 +13,19 @@ if TYPE_CHECKING:
     from verl.algorithms.aggregation import *
     from verl.algorithms.balance import *
     from verl.algorithms.groups import *
-    from verl.algorithms.kl import *
     from verl.algorithms.losses import *
     from verl.algorithms.rollout_correction import *
-    from verl.algorithms.sampling import *
     from verl.algorithms.validation import *
     from verl.config.methods import *
 
 _EXPORTS = {
     "aggregation": "LOSS_AGG_MODES agg_loss batch_counts loss_denominators masked_mean masked_sum masked_var "
-    "masked_whiten",
+    "masked_whiten KL_ESTIMATORS AdaptiveKLController FixedKLController apply_kl_penalty get_kl_controller kl_penalty",
     "balance": "karmarkar_karp padded_budget_batches sequence_work token_budget_batches",
-    "groups": "group_ids group_metrics",
-    "kl": "KL_ESTIMATORS AdaptiveKLController FixedKLController apply_kl_penalty get_kl_controller kl_penalty",
+    "groups": "constant_groups group_filter_values group_ids group_metrics mask_overlong overlong_penalty "
+    "pf_ppo_indices",
     "losses": "compute_value_loss",
     "rollout_correction": "compute_rollout_correction corrects_rollout rollout_probs_diff_metrics",
-    "sampling": "constant_groups group_filter_values mask_overlong overlong_penalty pf_ppo_indices",
     "validation": "best_at_k majority_at_k pass_at_k validation_metrics worst_at_k",
 }
 _METHODS = (

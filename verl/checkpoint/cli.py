@@ -86,7 +86,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _prune(args: argparse.Namespace) -> int:
-    from verl.checkpoint.steps import Limits, beyond_limits, delete, problems
+    from verl.checkpoint.steps import RetentionLimits, beyond_limits, delete, problems
 
     if args.keep < 1:
         raise CheckpointError(f"--keep {args.keep} would leave no checkpoint; it must be at least 1")
@@ -94,7 +94,7 @@ def _prune(args: argparse.Namespace) -> int:
     bad = [entry for entry in entries if problems(entry)]
     good = [entry for entry in entries if entry not in bad]
     # Damaged ones do not count: the newest complete one is kept.
-    limits = Limits(
+    limits = RetentionLimits(
         {p: args.keep for e in good if e.manifest for p in e.manifest.parts}, args.keep_best, args.mode
     )
     chosen = [*beyond_limits(good, limits)[0], *(bad if args.damaged else [])]

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from verl.checkpoint.files import FileRecord, write_file
-from verl.checkpoint.tensors import Chunk, write_stream
+from verl.checkpoint.tensors import TensorChunk, write_stream
 from verl.checkpoint.weights import (
     HF_FOLDER,
     INDEX,
@@ -73,7 +73,7 @@ def write_small_files(folder: Path, engine: TrainEngine, tokenizer: Any) -> None
 
 
 def write_from_shards(
-    part: Path, shards: Mapping[str, FileRecord], chunks: Sequence[Chunk] | None = None
+    part: Path, shards: Mapping[str, FileRecord], chunks: Sequence[TensorChunk] | None = None
 ) -> dict[str, FileRecord]:
     """Unsharded weights into `huggingface/`, from the part's model files (`shards`) or, where one process has all of
     them in memory, from its `chunks`. Names in and out are relative to the part. A model file that already is what

@@ -28,10 +28,10 @@ from verl.checkpoint import save_op, steps
 from verl.checkpoint.files import finish_removals, in_background
 from verl.checkpoint.resume import RANDOM_STATE, SCHEDULES, TRAINER_STATE, Found, Resuming, resume_newest
 from verl.checkpoint.save_op import SaveOperation
-from verl.checkpoint.state import Snapshot, capture_rng, check_tree, encode, snapshot
+from verl.checkpoint.state import StateSnapshot, capture_rng, check_tree, encode, snapshot
 from verl.config.recipes import COMMANDS
 from verl.config.roles import checkpoint_sections
-from verl.config.sections.model import HF_BY_DEFAULT_BELOW
+from verl.config.sections.actor import HF_BY_DEFAULT_BELOW
 from verl.distributed import Ranks
 from verl.engines.base import TrainEngine
 from verl.errors import CheckpointError
@@ -71,7 +71,7 @@ class CheckpointManager:
         checkpoint of another one."""
         self.run_folder = Path(run_folder)
         self.settings = defaultdict(PartSettings, settings or {})
-        self.limits = steps.Limits(
+        self.limits = steps.RetentionLimits(
             {**dict.fromkeys(("actor", *self.settings), max_actor_to_keep), "critic": max_critic_to_keep},
             keep_best,
             keep_best_mode,
@@ -223,7 +223,7 @@ class CheckpointManager:
     def _is_async(self, parts: Iterable[str]) -> bool:
         return any(self.settings[name].async_save for name in parts)
 
-    def _reserve(self, snapshots: Mapping[str, Snapshot]) -> bool:
+    def _reserve(self, snapshots: Mapping[str, StateSnapshot]) -> bool:
         """Host memory for a save in the background; a warning where there is none."""
         if self._reserving is not None:
             self._reserving.result()

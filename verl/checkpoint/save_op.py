@@ -42,9 +42,9 @@ from verl.checkpoint.files import (
     sync_all,
 )
 from verl.checkpoint.manifest import MANIFEST, Manifest, installed_versions, write_manifest
-from verl.checkpoint.state import Encoded, Snapshot, save_tree, write_snapshot
+from verl.checkpoint.state import Encoded, StateSnapshot, save_tree, write_snapshot
 from verl.checkpoint.steps import publish
-from verl.checkpoint.tensors import Chunk, file_header, local_chunks
+from verl.checkpoint.tensors import TensorChunk, file_header, local_chunks
 from verl.checkpoint.weights import ADAPTER_FOLDER, HF_FOLDER, TensorReader, read_lora_scale
 from verl.distributed import Ranks
 from verl.engines.base import TrainEngine
@@ -64,7 +64,7 @@ class SaveOperation:
     ranks: Ranks
     peer_timeout_s: float
     command: str = ""
-    snapshots: dict[str, Snapshot] = field(default_factory=dict)
+    snapshots: dict[str, StateSnapshot] = field(default_factory=dict)
     contents: dict[str, list[str]] = field(default_factory=dict)
     trees: dict[str, Encoded] = field(default_factory=dict)
     """The trainer's state and this rank's random states at the moment of saving."""
@@ -218,7 +218,7 @@ class Staging:
     def __init__(self) -> None:
         self._buffers: dict[str, list[torch.Tensor]] = {}
 
-    def reserve(self, part: str, snapshot: Snapshot) -> bool:
+    def reserve(self, part: str, snapshot: StateSnapshot) -> bool:
         """Have buffers for snapshots of these shapes. False when too little memory is free."""
         tensors = [chunk.tensor for _, chunk in snapshot.tensors()]
         buffers = self._buffers.get(part, [])
@@ -237,12 +237,14 @@ class Staging:
             return False
         return True
 
-    def copy(self, part: str, snapshot: Snapshot) -> Snapshot:
+    def copy(self, part: str, snapshot: StateSnapshot) -> StateSnapshot:
         """The same snapshot in the buffers of `reserve`."""
-        staged = Snapshot(plain=dict(snapshot.plain), chunks={section: [] for section in snapshot.chunks})
+        staged = StateSnapshot(
+            plain=dict(snapshot.plain), chunks={section: [] for section in snapshot.chunks}
+        )
         pairs = []
         for (section, chunk), buffer in zip(snapshot.tensors(), self._buffers[part], strict=True):
-            staged.chunks[section].append(Chunk(chunk.key, chunk.offsets, buffer))
+            staged.chunks[section].append(TensorChunk(chunk.key, chunk.offsets, buffer))
             pairs.append((buffer, chunk.tensor))
         pairs.sort(key=lambda pair: pair[1].nbytes)  # so that every n-th pair is an equal share
         with ThreadPoolExecutor(_THREADS) as pool:

@@ -26,7 +26,7 @@ import torch
 from verl.checkpoint.files import FileRecord, inside, write_file
 from verl.checkpoint.manifest import Manifest
 from verl.checkpoint.tensors import (
-    Chunk,
+    TensorChunk,
     check_fit,
     local_chunks,
     read_into,
@@ -55,13 +55,13 @@ SECTIONS = {"model": ("model",), "optimizer": ("optimizer",), "extra": ("schedul
 
 
 @dataclass
-class Snapshot:
+class StateSnapshot:
     """A rank's share of an engine's state, by section."""
 
-    chunks: dict[str, list[Chunk]] = field(default_factory=dict)
+    chunks: dict[str, list[TensorChunk]] = field(default_factory=dict)
     plain: dict[str, Any] = field(default_factory=dict)
 
-    def tensors(self) -> Iterator[tuple[str, Chunk]]:
+    def tensors(self) -> Iterator[tuple[str, TensorChunk]]:
         for section, chunks in self.chunks.items():
             for chunk in chunks:
                 yield section, chunk
@@ -72,9 +72,9 @@ class Snapshot:
         return sum(chunk.tensor.numel() * chunk.tensor.element_size() for _, chunk in self.tensors())
 
 
-def snapshot(state: Mapping[str, Any], contents: Sequence[str], rank: int = 0) -> Snapshot:
+def snapshot(state: Mapping[str, Any], contents: Sequence[str], rank: int = 0) -> StateSnapshot:
     """A rank's share of what `contents` asks for of an engine's state. Tensors are the engine's own, not copies."""
-    taken = Snapshot()
+    taken = StateSnapshot()
     for section in SECTIONS:
         if section not in contents:
             continue
@@ -90,7 +90,7 @@ def _tree_of(state: Mapping[str, Any], section: str) -> Any:
 
 
 def write_snapshot(
-    folder: Path, taken: Snapshot, rank: int = 0, world_size: int = 1
+    folder: Path, taken: StateSnapshot, rank: int = 0, world_size: int = 1
 ) -> dict[str, FileRecord]:
     """Write this rank's files below `folder`; returns their records by name relative to it."""
 
@@ -290,7 +290,7 @@ def save_tree(folder: Path, name: str, tree: Encoded) -> dict[str, FileRecord]:
     text, tensors = tree
     records = {f"{name}.json": write_file(folder / f"{name}.json", text)}
     if tensors:
-        chunks = [Chunk(key, (0,) * tensor.ndim, tensor) for key, tensor in tensors.items()]
+        chunks = [TensorChunk(key, (0,) * tensor.ndim, tensor) for key, tensor in tensors.items()]
         records[f"{name}.safetensors"] = write_chunks(folder / f"{name}.safetensors", chunks)
     return records
 

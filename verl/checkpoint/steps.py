@@ -212,7 +212,7 @@ def delete(folder: Path, *, wait: bool = True) -> bool:
 
 
 @dataclass(frozen=True)
-class Limits:
+class RetentionLimits:
     """How many newest steps keep each part (None: all), and the metric whose best step is kept."""
 
     keep: Mapping[str, int | None]
@@ -234,7 +234,7 @@ def best_step(entries: Sequence[StepFolder], metric: str | None, mode: str = "ma
 
 
 def beyond_limits(
-    entries: Sequence[StepFolder], limits: Limits, saved: int | None = None
+    entries: Sequence[StepFolder], limits: RetentionLimits, saved: int | None = None
 ) -> tuple[list[StepFolder], list[tuple[StepFolder, str]]]:
     """Steps to delete, and parts to delete from steps that are kept. `entries` newest first, those without a manifest
     are ignored; the step just `saved` is kept."""
@@ -263,7 +263,7 @@ def beyond_limits(
     return steps, parts
 
 
-def apply_limits(run_folder: Path, limits: Limits, saved: int | None = None) -> list[str]:
+def apply_limits(run_folder: Path, limits: RetentionLimits, saved: int | None = None) -> list[str]:
     """Delete what is beyond the limits; the names of what was deleted."""
     steps, parts = beyond_limits(list_steps(run_folder), limits, saved)
     deleted = [entry.path.name for entry in steps if delete(entry.path, wait=False)]

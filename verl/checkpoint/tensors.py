@@ -45,7 +45,7 @@ LARGE = 1024 * 1024
 
 
 @dataclass(frozen=True)
-class Chunk:
+class TensorChunk:
     """This rank's shard of the tensor `key`, which begins at `offsets`."""
 
     key: str
@@ -53,13 +53,15 @@ class Chunk:
     tensor: torch.Tensor
 
 
-def local_chunks(tensors: Mapping[str, torch.Tensor], rank: int = 0) -> list[Chunk]:
+def local_chunks(tensors: Mapping[str, torch.Tensor], rank: int = 0) -> list[TensorChunk]:
     """The chunks this rank writes: its shards, and unsharded tensors on rank 0. A tensor on the meta device stands for
     one that other ranks hold."""
     mine = {key: tensor for key, tensor in tensors.items() if _is_writer(tensor, rank)}
     sharded = {key: tensor for key, tensor in mine.items() if isinstance(tensor, DTensor)}
     chunks = [
-        Chunk(key, (0,) * tensor.ndim, tensor.detach()) for key, tensor in mine.items() if key not in sharded
+        TensorChunk(key, (0,) * tensor.ndim, tensor.detach())
+        for key, tensor in mine.items()
+        if key not in sharded
     ]
     if not sharded:
         return chunks
@@ -71,7 +73,7 @@ def local_chunks(tensors: Mapping[str, torch.Tensor], rank: int = 0) -> list[Chu
         data = planner.resolve_data(item)
         assert isinstance(data, torch.Tensor)
         if data.numel() or item.tensor_data.size.numel() == 0:
-            chunks.append(Chunk(item.index.fqn, tuple(item.tensor_data.chunk.offsets), data.detach()))
+            chunks.append(TensorChunk(item.index.fqn, tuple(item.tensor_data.chunk.offsets), data.detach()))
     return chunks
 
 
@@ -89,7 +91,7 @@ def _is_writer(tensor: torch.Tensor, rank: int) -> bool:
     )
 
 
-def write_chunks(path: Path, chunks: Sequence[Chunk]) -> FileRecord:
+def write_chunks(path: Path, chunks: Sequence[TensorChunk]) -> FileRecord:
     """The chunks of a rank as one file that says where each belongs."""
     # Larger elements first keeps every tensor aligned without padding, which the format does not allow.
     ordered = sorted(chunks, key=lambda chunk: -chunk.tensor.element_size())

@@ -19,8 +19,7 @@ from typing import Any, Generic, TypeVar
 from verl.config.aliases import apply_async_names, our_name, resolve_aliases
 from verl.config.build import Builder, finalize, restore_sections
 from verl.config.checks import check
-from verl.config.keys import get, nearest, schema_keys, to_dict
-from verl.config.masking import MASK, mask_values, masked_keys
+from verl.config.keys import MASK, get, mask_values, masked_keys, nearest, schema_keys, to_dict
 from verl.config.plan import RunPlan
 from verl.config.recipes import Recipe, help_text, recipe_for
 from verl.config.schema import AnyConfig, OfflineConfig, PPOConfig, SFTConfig

@@ -46,9 +46,9 @@ _BUILTIN = (
     "verl.algorithms.losses",
     "verl.algorithms.preference_losses",
     "verl.algorithms.preference",
-    "verl.algorithms.kl",
+    "verl.algorithms.aggregation",
     "verl.algorithms.rollout_correction",
-    "verl.algorithms.sampling",
+    "verl.algorithms.groups",
 )
 
 
@@ -100,7 +100,7 @@ class Method:
         return self.function.__module__ in _BUILTIN
 
 
-class Declared(TypedDict, total=False):
+class MethodOptions(TypedDict, total=False):
     """What can be declared of a method, as of `Method`."""
 
     needs: tuple[str, ...]
@@ -119,7 +119,7 @@ _tables: dict[str, dict[str, Method]] = {
 _sections: dict[str, type] = {}
 
 
-def _register(table: str, name: str, declared: Declared, **more: Any) -> Callable[[F], F]:
+def _register(table: str, name: str, declared: MethodOptions, **more: Any) -> Callable[[F], F]:
     key = name if table == _CORRECTION else table
 
     def decorate(fn: F) -> F:
@@ -140,7 +140,7 @@ def _place(function: Callable[..., Any]) -> str:
     return f"{function.__module__}.{function.__qualname__}"
 
 
-def register_adv_est(name: str, **declared: Unpack[Declared]) -> Callable[[F], F]:
+def register_adv_est(name: str, **declared: Unpack[MethodOptions]) -> Callable[[F], F]:
     """Decorator: make an advantage estimator known as `algorithm.adv_estimator=name`.
 
     The function is called by keyword, with those of its parameters that are available: `token_level_rewards` [B, T],
@@ -164,7 +164,7 @@ def register_adv_est(name: str, **declared: Unpack[Declared]) -> Callable[[F], F
 
 
 def register_policy_loss(
-    name: str, prepare: Prepare | None = None, **declared: Unpack[Declared]
+    name: str, prepare: Prepare | None = None, **declared: Unpack[MethodOptions]
 ) -> Callable[[F], F]:
     """Decorator: make a policy loss known as `actor_rollout_ref.actor.policy_loss.loss_mode=name`.
 
@@ -191,14 +191,14 @@ def register_policy_loss(
     return _register(POLICY_LOSS, name, declared, prepare=prepare)
 
 
-def register_preference_loss(name: str, **declared: Unpack[Declared]) -> Callable[[F], F]:
+def register_preference_loss(name: str, **declared: Unpack[MethodOptions]) -> Callable[[F], F]:
     """Decorator: make a preference loss known as `algorithm.loss=name` of `verl dpo`."""
     declared.setdefault("compares_responses", True)
     return _register(PREFERENCE_LOSS, name, declared)
 
 
 def register_correction(
-    key: str, active: Callable[[PPOConfig], bool] | None = None, **declared: Unpack[Declared]
+    key: str, active: Callable[[PPOConfig], bool] | None = None, **declared: Unpack[MethodOptions]
 ) -> Callable[[F], F]:
     """Decorator: what is done to rewards, masks or rows where `key` of the config turns it on needs this."""
     return _register(_CORRECTION, key, declared, active=active)

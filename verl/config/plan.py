@@ -16,7 +16,7 @@ from verl.config.machine import Device, local_device, machine_errors, missing_pa
 from verl.config.parallelism import counted, world_size
 from verl.config.roles import ModelRole, model_roles
 from verl.config.schema import OfflineConfig, PPOConfig, PreferenceConfig
-from verl.config.sections.model import HF_BY_DEFAULT_BELOW
+from verl.config.sections.actor import HF_BY_DEFAULT_BELOW
 from verl.config.sizes import (
     Estimate,
     ModelSizes,

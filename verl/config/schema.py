@@ -25,11 +25,16 @@ from verl.config.methods import (
 )
 from verl.config.sections.actor import (
     ActorConfig,
+    CheckpointConfig,
     CriticConfig,
     FrozenRoleConfig,
     ImplicitRewardConfig,
+    ModelConfig,
+    OptimConfig,
     PolicyLossConfig,
     RefConfig,
+    SFTModelConfig,
+    SFTOptimConfig,
     TeacherConfig,
     TrainedRoleConfig,
 )
@@ -41,13 +46,6 @@ from verl.config.sections.data import (
     PromptsConfig,
     SFTDataConfig,
     file_errors,
-)
-from verl.config.sections.model import (
-    CheckpointConfig,
-    ModelConfig,
-    OptimConfig,
-    SFTModelConfig,
-    SFTOptimConfig,
 )
 from verl.config.sections.reward import (
     RewardConfig,

@@ -20,16 +20,15 @@ from typing import Any
 
 import numpy as np
 
-from verl.atomic_file import replacing
 from verl.config.schema import DataConfig
 from verl.data.chat import ChatFormat, Tools
 from verl.data.columns import as_number, extra_info_of, require_column, truth_of
-from verl.data.conversations import AnswerColumn
 from verl.data.files import Files, Rows, read_rows
 from verl.data.loader import EpochOrder, Loader, MixturePart, SectionRows
 from verl.data.proto import DataProto
 from verl.data.tokenizer import Tokenizer, truncate
 from verl.errors import DataError
+from verl.json_input import replacing
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +58,11 @@ class RLDataset(SectionRows):
         self._tools_of = tools if callable(tools) else None
         self.config = config
         require_column(self.rows, config.prompt_key, "data.prompt_key", "prompt", self.files_key)
-        self._answers = AnswerColumn(config, self.rows, self._chat, self.files_key) if answers else None
+        self._answers: AnswerColumn | None = None
+        if answers:
+            from verl.data.conversations import AnswerColumn
+
+            self._answers = AnswerColumn(config, self.rows, self._chat, self.files_key)
         self.kept = self._fitting(self._chosen)
         if self._answers is not None:
             self._answers.check(self.kept.tolist())

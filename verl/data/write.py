@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl.atomic_file import replacing
 from verl.data.files import table_of
 from verl.errors import DataError
+from verl.json_input import replacing
 
 
 def require_new(

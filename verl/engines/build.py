@@ -22,13 +22,18 @@ from verl.engines.sharding import CollectiveReplay, EngineRanks, load_shards, re
 from verl.engines.weights import GatheredCopy, copy_to_meta
 from verl.errors import ConfigError, ModelError
 from verl.models.attention import keep_score_cap, register_attention, use_verl_attention
-from verl.models.introspection import decoder_layers, token_weights
+from verl.models.introspection import (
+    checkpoint_contexts,
+    decoder_layers,
+    per_row,
+    position_limit,
+    token_weights,
+)
 from verl.models.kernels import triton_fault
 from verl.models.loading import CannotStream, cast_parameters, load_causal_lm, load_value_model
 from verl.models.lora import add_lora, given_lora
 from verl.models.packability import head_fault, packing_fault, padding_fault, randomness_fault
 from verl.models.packing import attach
-from verl.models.rope import checkpoint_contexts, per_row, position_limit
 from verl.models.value_model import ValueModel, disable_dropout
 from verl.models.weight_source import remember_dtypes
 

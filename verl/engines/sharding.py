@@ -34,7 +34,7 @@ from torch.distributed.fsdp import (
 
 from verl import distributed
 from verl.config.parallelism import divisors
-from verl.config.sections.model import FSDPConfig
+from verl.config.sections.actor import FSDPConfig
 from verl.engines.adamw import local
 from verl.errors import ConfigError
 from verl.models.introspection import decoder_layers

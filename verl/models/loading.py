@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from verl.atomic_file import mode_of_new_files
 from verl.config.model_path import SAFETENSORS, config_problem, weight_map
 from verl.errors import ConfigError, ModelError
+from verl.json_input import mode_of_new_files
 from verl.models.introspection import kept_in_float32
 from verl.models.value_model import HEADS, ValueModel, disable_dropout
 from verl.runtime import quiet_transformers

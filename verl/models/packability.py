@@ -212,7 +212,7 @@ def probe_rows(vocab: int, seed: int, neighbour: int | None = None) -> Rows:
 
 
 @dataclass
-class Probe:
+class PackingProbe:
     """Runs the model on rows and reduces every target to one number that depends on all of the backbone."""
 
     model: Any
@@ -271,13 +271,13 @@ def _bound(expected: torch.Tensor, exact: bool, noise: float) -> float:
 
 
 def _reference(
-    model: Any, device: torch.device, run: Callable[[Probe, int], torch.Tensor]
-) -> tuple[Probe, torch.Tensor, float]:
+    model: Any, device: torch.device, run: Callable[[PackingProbe, int], torch.Tensor]
+) -> tuple[PackingProbe, torch.Tensor, float]:
     """`run(probe, 1)` in float32, or in the model's precision where kernels refuse that; the probe to compare it with,
     and how much that may differ. `run(probe, times)` computes the same in batches of `times` equal rows."""
 
-    def attempt(exact: bool) -> tuple[Probe, torch.Tensor]:
-        probe = Probe(model, device, exact)
+    def attempt(exact: bool) -> tuple[PackingProbe, torch.Tensor]:
+        probe = PackingProbe(model, device, exact)
         return probe, run(probe, 1)
 
     (probe, expected), exact = exact_if_possible(attempt)
@@ -336,7 +336,7 @@ def packing_fault(model: Any, device: torch.device, stock_attention: str) -> str
 
     def compare(seed: int) -> str | None:
         rows = probe_rows(_vocab(model), seed)
-        plain = Probe(model, device, exact=False)
+        plain = PackingProbe(model, device, exact=False)
         with _attention(model, stock_attention):
             probe, alone, bound = _reference(model, device, lambda probe, times: probe.alone(rows, times))
             half = is_half(model) and probe.exact

@@ -20,8 +20,7 @@ from torch import nn
 from verl.errors import DataError
 from verl.models.attention import AttentionContext, Backend, PackedAttention, SharedPrefixAttention
 from verl.models.fused_linear import HeadOptions, fused_head
-from verl.models.introspection import backbone_of, output_head
-from verl.models.rope import row_lengths
+from verl.models.introspection import backbone_of, output_head, row_lengths
 from verl.models.value_model import ValueModel
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ class Pack:
     sequence: SequenceGroup | None = None
     row_lengths: np.ndarray | None = None
     """Of each token of `input_ids`, how long its sequence is; None where all may have the frequencies of short ones
-    (`verl.models.rope`)."""
+    (`verl.models.introspection`)."""
     hidden: torch.Tensor | None = None
     """The backbone's output [1, N or more, D] where it has run already (`verl.engines.backbone_graphs`)."""
 

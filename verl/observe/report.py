@@ -16,8 +16,7 @@ from typing import IO, Any
 
 from markupsafe import escape
 
-from verl.atomic_file import replacing
-from verl.json_input import read_json
+from verl.json_input import read_json, replacing
 from verl.observe.sample_index import SampleIndex
 from verl.observe.web_data import KINDS, RunData, WebData, dumps
 

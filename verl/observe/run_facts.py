@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.config.masking import mask_values
+from verl.config.keys import mask_values
 from verl.observe.jsonl import jsonable
 from verl.observe.run_folder import Lineage
 from verl.observe.run_reader import Run, checkpoint_steps, duration, is_run, read_crash, state_of

@@ -33,10 +33,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.atomic_file import replacing
-from verl.config.masking import mask_text
+from verl.config.keys import mask_text
 from verl.errors import ConfigError, VerlError
-from verl.json_input import parse_json, read_json
+from verl.json_input import parse_json, read_json, replacing
 from verl.observe.diagnoses import Finding
 from verl.observe.jsonl import append_line, dumps, jsonable, parse_metrics, parsed_lines, read_metrics
 

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from verl.config.masking import mask_text
+from verl.config.keys import mask_text
 
 # C0 and C1 controls but newline and tab, marks that turn the direction of writing around, and halves of surrogate
 # pairs, which no terminal's encoding has.

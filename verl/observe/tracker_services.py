@@ -41,7 +41,7 @@ _ADVICE = {
 _given_up: set[str] = set()
 
 
-class Service(Protocol):
+class TrackerService(Protocol):
     """Takes the numbers of a step and samples of validation (one row at least)."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
@@ -55,7 +55,7 @@ class Service(Protocol):
 class Background:
     """A tracker that feeds a service. What the service raised is raised by the next call."""
 
-    def __init__(self, name: str, service: Service) -> None:
+    def __init__(self, name: str, service: TrackerService) -> None:
         self._name = name
         self._service = service
         self._error: BaseException | None = None
@@ -124,7 +124,7 @@ def open_service(
     config: Mapping[str, Any],
     run_folder: RunFolder,
     wandb_proxy: str | None = None,
-) -> Service:
+) -> TrackerService:
     """Start a service; what it raises becomes a ConfigError with what to check."""
     plain_config = jsonable(config)
     try:

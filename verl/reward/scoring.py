@@ -391,7 +391,7 @@ class FunctionRewardManager(RewardManager):
     ) -> list[RewardResult]:
         import torch  # worker processes import this package and need no torch
 
-        from verl.algorithms.sampling import overlong_penalty
+        from verl.algorithms.groups import overlong_penalty
 
         lengths = torch.tensor([sample.response_length for sample in samples], dtype=torch.long)
         longest = self._max_response_length

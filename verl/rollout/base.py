@@ -304,7 +304,7 @@ def check_requests(
     """Raise `RolloutError` for the first request that cannot be served.
 
     `max_length` is the most tokens (prompt and response) one sequence may have in this engine; `position_limit` is that
-    of `verl.models.rope`, for engines that cache keys."""
+    of `verl.models.introspection`, for engines that cache keys."""
     for request in requests:
         problem = next(_problems(request, vocab_size, tokenizer, max_length), None)
         if problem is not None:

@@ -24,7 +24,7 @@ from verl.rollout.base import GenerationSettings, Request, Response, RolloutEngi
 from verl.rollout.samples import (
     Finished,
     Kept,
-    Task,
+    SampleTask,
     begin_counting,
     joined,
     pack_responses,
@@ -59,8 +59,8 @@ class Sampler:
         """The thread that drives the engine."""
         self._groups: dict[str, int] = {}
         """Samples of each prompt that was added which have not ended."""
-        self._tasks: dict[str, Task] = {}
-        self._sent: dict[str, tuple[Task, dict[int, int]]] = {}
+        self._tasks: dict[str, SampleTask] = {}
+        self._sent: dict[str, tuple[SampleTask, dict[int, int]]] = {}
         """What the engine has to answer: by its request id the task, and the task's sample for each of its own."""
         self._submitted = 0  # samples since nothing was outstanding
         self._deliveries: list[Callable[[], None]] = []  # to be done by the driving thread
@@ -98,7 +98,7 @@ class Sampler:
         with the tokens they have, where these are not all of them from their beginning."""
         needed = begun or {}
         tasks = [
-            Task(r, dict(needed.get(r.request_id) or dict.fromkeys(range(r.n))), deliver, fail)
+            SampleTask(r, dict(needed.get(r.request_id) or dict.fromkeys(range(r.n))), deliver, fail)
             for r in requests
         ]
         with self.changed:
@@ -119,7 +119,7 @@ class Sampler:
                 f"the samples of prompt {again[0]!r} are being generated already; uids must differ"
             )
 
-    def _send(self, tasks: Sequence[Task]) -> None:
+    def _send(self, tasks: Sequence[SampleTask]) -> None:
         parts = [(part, task, samples) for task in tasks for part, samples in task.parts()]
         if parts:
             self.engine.submit([part for part, _, _ in parts])

@@ -29,7 +29,7 @@ Kept = dict[tuple[str, int], tuple[Any, bool]]
 
 
 @dataclass(eq=False)
-class Task:
+class SampleTask:
     """A request with samples that have no answer yet."""
 
     request: Request

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import torch
 
-from verl.config.masking import mask_text
+from verl.config.keys import mask_text
 from verl.errors import RESUME, ConfigError, EngineLost, RolloutError
 from verl.processes import describe, die_with_parent, group_members
 from verl.rollout.base import FinishReason, Response

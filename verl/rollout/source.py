@@ -21,9 +21,9 @@ from torch import nn
 from verl.errors import RolloutError
 from verl.models.attention import ATTENTION_NAME, caps_scores, register_attention
 from verl.models.float32 import float32_arithmetic
+from verl.models.introspection import position_limit
 from verl.models.lora import has_lora
 from verl.models.packability import FAULTS, exact_if_possible, first_line, majority_fault
-from verl.models.rope import position_limit
 from verl.models.weight_source import (
     Adapter,
     NamedTensors,

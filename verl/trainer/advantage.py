@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from verl.algorithms import compute_rollout_correction, group_metrics
-from verl.algorithms.groups import JoinedTokens
-from verl.algorithms.kl import apply_kl_penalty
-from verl.algorithms.sampling import mask_overlong, pf_ppo_indices
+from verl.algorithms.aggregation import apply_kl_penalty
+from verl.algorithms.groups import JoinedTokens, mask_overlong, pf_ppo_indices
 from verl.config.methods import adv_estimator
 from verl.data.proto import DataProto
 from verl.errors import DataError, RewardError

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from verl.algorithms.sampling import (
+from verl.algorithms.groups import (
     constant_groups,
     dynamic_sampling_failed,
     group_filter_values,

@@ -20,9 +20,8 @@ from typing import Any
 from verl.checkpoint.files import inside, sync_all
 from verl.checkpoint.manifest import MANIFEST
 from verl.checkpoint.steps import StepFolder, in_use, list_steps, problems, step_name, write_tracker
-from verl.config.keys import get, schema_keys
+from verl.config.keys import get, mask_override, schema_keys
 from verl.config.load import from_dict, load_config, recorded, to_dict
-from verl.config.masking import mask_override
 from verl.config.recipes import COMMANDS
 from verl.config.schema import OfflineConfig, PPOConfig
 from verl.config.sources import dump_yaml, load_yaml, parse_overrides, set_path, take_path

@@ -23,9 +23,8 @@ from typing import TYPE_CHECKING, Any
 from verl.agents.conversation import Conversation
 from verl.checkpoint.files import lock, sync_file
 from verl.config.capabilities import engine_spec
-from verl.config.keys import to_dict
+from verl.config.keys import mask_values, to_dict
 from verl.config.machine import machine_errors
-from verl.config.masking import mask_values
 from verl.config.model_path import folder_problem
 from verl.config.parallelism import engines
 from verl.config.schema import DataConfig

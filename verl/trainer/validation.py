@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from verl.algorithms.validation import validation_metrics
 from verl.data.proto import DataProto
 from verl.observe.metrics import Timer
 from verl.trainer.experience import Experience
@@ -43,6 +42,8 @@ def validate(
     columns: dict[str, list[Any]] = {"reward": [row["score"] for row in rows]}
     columns |= {name: [extra.get(name) for extra in extras] for name in names}
     sources = [row["data_source"] or "unknown" for row in rows]
+    from verl.algorithms.validation import validation_metrics
+
     return validation_metrics(sources, uids, columns), rows
 
 

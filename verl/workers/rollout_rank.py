@@ -27,7 +27,7 @@ from verl.rollout.base import Request, Response, RolloutEngine, RolloutStats
 from verl.rollout.sampler import Sampler
 from verl.rollout.source import as_source
 from verl.rollout.weight_sync.broadcast import Broadcast, ReceivedWeights, SyncReport, load_into, report
-from verl.rollout.weight_sync.fingerprint import Manifest
+from verl.rollout.weight_sync.fingerprint import WeightManifest
 from verl.workers.local import choose_device
 from verl.workers.rank import CallOutcome, RankSetup, RPCServer, collective_timeout_s, prepare_process
 
@@ -293,12 +293,12 @@ class RolloutRank(RolloutServer):
             self.engine.update_weights(self._source, version)
         return report(self.engine, received, self._info, rollout, self.sampler.deliver)
 
-    def _load_received(self) -> Manifest:
+    def _load_received(self) -> WeightManifest:
         """Into the module; with a separate adapter its base weights come the first time only."""
         assert self._module is not None and self._broadcast is not None
         if self._adapter is None:
             return load_into(self._module, self._broadcast.receive())
-        received, receive = Manifest(), self._broadcast.receive
+        received, receive = WeightManifest(), self._broadcast.receive
         if not self._base_loaded:
             received.update(load_into(self._module, receive(), lambda name: plain_name(name) is not None))
             self._base_loaded = True

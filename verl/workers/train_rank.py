@@ -29,7 +29,7 @@ from verl.observe.metrics import Metric
 from verl.rollout.external_engine import RemoteEngine, TPFollower
 from verl.rollout.source import ModelInfo, model_info
 from verl.rollout.weight_sync.broadcast import SENDER, Broadcast
-from verl.rollout.weight_sync.fingerprint import Manifest
+from verl.rollout.weight_sync.fingerprint import WeightManifest
 from verl.runtime import environment
 from verl.workers.local import LocalGroup
 from verl.workers.own_loss import LossFunction
@@ -248,10 +248,10 @@ class TrainRank(JoinedRank, RolloutServer):
                 self._store, SENDER, size, self.group.device, collective_timeout_s(watchdog_s)
             )
 
-    def do_sync_weights(self, version: int) -> Manifest | None:
+    def do_sync_weights(self, version: int) -> WeightManifest | None:
         """Returns what was sent, on the rank that sends."""
         self.group.policy_version = version
-        sent = Manifest()
+        sent = WeightManifest()
         with self.group.outgoing() as parts:
             for tensors in parts:
                 if self._broadcast is not None:

@@ -17,7 +17,7 @@ from verl.data.prepare import cli
 from verl.data.prepare.cli import prepare
 from verl.data.prepare.recipes import (
     RECIPES,
-    Recipe,
+    DatasetRecipe,
     code,
     countdown,
     gsm8k,
@@ -371,7 +371,7 @@ def test_hub_splits_are_asked_for_by_name(monkeypatch: pytest.MonkeyPatch, tmp_p
         return Rows.from_list([{"question": "q", "answer": "#### 1"}], entries[0])
 
     monkeypatch.setattr(cli, "read_rows", read)
-    recipe = Recipe("gsm8k", "", gsm8k, hub_id="o/n:main")
+    recipe = DatasetRecipe("gsm8k", "", gsm8k, hub_id="o/n:main")
     assert [part.path.name for part in prepare(recipe, [], tmp_path)] == ["train.parquet", "test.parquet"]
     prepare(recipe, ["o/n:test"], tmp_path / "test")
     assert asked == ["o/n:main:train", "o/n:main:test", "o/n:test"]

@@ -10,7 +10,7 @@ from typing import Any
 
 from verl.config.capabilities import ENGINES
 from verl.config.keys import key, section
-from verl.config.sections.model import MODEL_DTYPES
+from verl.config.sections.actor import MODEL_DTYPES
 from verl.config.sections.rollout import dedicated_gpu_errors
 
 REWARD_MANAGERS = ("naive", "prime", "dapo", "batch", "none")

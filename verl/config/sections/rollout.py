@@ -10,8 +10,7 @@ from typing import Any
 
 from verl.config.capabilities import ENGINES, engine_spec
 from verl.config.keys import key, section
-from verl.config.sections.actor import LogProbConfig
-from verl.config.sections.model import MODEL_DTYPES
+from verl.config.sections.actor import MODEL_DTYPES, LogProbConfig
 
 TOOL_FORMATS = ("auto", "hermes", "qwen3_coder", "llama3_json")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from verl.data.file_search import SPLITS, files_by_split, is_data_file, matches, split_of
 from verl.data.files import Rows, read_rows
 from verl.data.prepare import tool_use  # noqa: F401  registers its recipe
-from verl.data.prepare.recipes import RECIPES, Recipe, Row
+from verl.data.prepare.recipes import RECIPES, DatasetRecipe, Row
 from verl.data.tasks import get_task, known_tasks
 from verl.data.write import require_new, write_rows
 from verl.errors import ConfigError, DataError
@@ -39,7 +39,7 @@ class Written:
     example: Row
 
 
-def sources_by_split(recipe: Recipe, sources: Sequence[str]) -> dict[str, list[str]]:
+def sources_by_split(recipe: DatasetRecipe, sources: Sequence[str]) -> dict[str, list[str]]:
     """What each split is read from: files by their names and folders, hub datasets by their splits."""
     if not sources and recipe.hub_id is None:
         raise ConfigError(f"'{recipe.name}' has no default source: give --from FILES or a dataset id.")
@@ -64,7 +64,9 @@ def _by_split(entry: str) -> Mapping[str, Sequence[str | Path]]:
     return {split: [f"{entry}:{split}"] for split in ("train", "test")}
 
 
-def convert_rows(recipe: Recipe, rows: Rows, split: str, limit: int | None = None) -> tuple[list[Row], int]:
+def convert_rows(
+    recipe: DatasetRecipe, rows: Rows, split: str, limit: int | None = None
+) -> tuple[list[Row], int]:
     """Training rows, and how many source rows were left out."""
     made: list[Row] = []
     left_out = 0
@@ -87,7 +89,7 @@ def convert_rows(recipe: Recipe, rows: Rows, split: str, limit: int | None = Non
 
 
 def prepare(
-    recipe: Recipe,
+    recipe: DatasetRecipe,
     sources: Sequence[str],
     target: str | Path,
     *,

@@ -23,7 +23,7 @@ Convert = Callable[[Source, int, str], Row | None]
 
 
 @dataclass(frozen=True)
-class Recipe:
+class DatasetRecipe:
     """How one dataset becomes rows."""
 
     name: str
@@ -33,14 +33,14 @@ class Recipe:
     """Where the rows come from when no files are given."""
 
 
-RECIPES: dict[str, Recipe] = {}
+RECIPES: dict[str, DatasetRecipe] = {}
 
 
 def recipe(about: str, hub_id: str | None = None) -> Callable[[Convert], Convert]:
     """Register a function under its name."""
 
     def register(convert: Convert) -> Convert:
-        RECIPES[convert.__name__] = Recipe(convert.__name__, about, convert, hub_id)
+        RECIPES[convert.__name__] = DatasetRecipe(convert.__name__, about, convert, hub_id)
         return convert
 
     return register

@@ -22,10 +22,9 @@ from verl.engines.settings import EngineSettings, Kind, read_settings
 from verl.engines.sharding import EngineRanks
 from verl.engines.weights import copy_to_meta
 from verl.errors import ConfigError, ModelError
-from verl.models.introspection import decoder_layers, token_weights
+from verl.models.introspection import decoder_layers, position_limit, token_weights
 from verl.models.kernels import triton_fault
 from verl.models.meta_init import ParameterIndex
-from verl.models.rope import position_limit
 from verl.models.ulysses import SequenceGroup
 from verl.models.value_model import ValueModel, disable_dropout
 

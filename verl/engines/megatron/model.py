@@ -21,9 +21,8 @@ from verl.engines.megatron.groups import ParallelGroups
 from verl.engines.megatron.layers import GatedMLP, Norm, SelfAttention, StageConfig, has_experts
 from verl.engines.megatron.moe import MixtureOfExperts
 from verl.models.fused_linear import HeadOptions, VocabularyShard, fused_head
-from verl.models.introspection import backbone_of
+from verl.models.introspection import backbone_of, per_row, row_lengths
 from verl.models.packing import Pack
-from verl.models.rope import per_row, row_lengths
 
 
 class StageModel(nn.Module):

@@ -17,7 +17,7 @@ from verl.models.lora import name_in_file
 from verl.models.weight_source import Adapter, NamedTensors
 from verl.rollout.external_engine import ExternalRollout, Sample
 from verl.rollout.vllm.settings import engine_arguments
-from verl.rollout.weight_sync.fingerprint import Manifest, compare, fingerprint
+from verl.rollout.weight_sync.fingerprint import WeightManifest, compare, fingerprint
 from verl.rollout.weight_sync.shared_memory import SharedMemorySender
 from verl.watchdog import EngineWatchdog
 
@@ -64,7 +64,7 @@ class VLLMBase(ExternalRollout):
 
     def _send_weights(self, tensors: NamedTensors) -> None:
         """TrainingHalted unless every worker received all tensors and holds them where it computes."""
-        sent = Manifest()
+        sent = WeightManifest()
         reports = [json.loads(answer) for answer in self.deliver(sent.watch(tensors))]
         for report in reports:
             compare(sent, report["received"], self.version, "vllm")
@@ -90,7 +90,7 @@ class VLLMBase(ExternalRollout):
 
     def _send_adapter(self, adapter: Adapter) -> None:
         self._adapters += 1  # vLLM does not reload a number it knows
-        folder, sent = self.folder / f"adapter{self._adapters}", Manifest()
+        folder, sent = self.folder / f"adapter{self._adapters}", WeightManifest()
         write_adapter(Adapter(adapter.config, sent.watch(adapter.named_tensors)), folder)
         compare(sent, read_adapter(folder, sent), self.version, "vllm")
         if self.adapter is not None:
@@ -129,13 +129,13 @@ def write_adapter(adapter: Adapter, folder: Path) -> None:
     adapter.config.save_pretrained(folder)
 
 
-def read_adapter(folder: Path, sent: Manifest) -> Manifest:
+def read_adapter(folder: Path, sent: WeightManifest) -> WeightManifest:
     """Fingerprints of a written adapter, under the names it was `sent` with."""
     from safetensors.torch import load_file
 
     names = {name_in_file(name): name for name in sent}
     tensors = load_file(folder / _ADAPTER_FILE)
-    return Manifest({names.get(key, key): fingerprint(tensor) for key, tensor in tensors.items()})
+    return WeightManifest({names.get(key, key): fingerprint(tensor) for key, tensor in tensors.items()})
 
 
 def check_report(report: dict[str, Any], version: int) -> None:
@@ -164,7 +164,7 @@ def check_report(report: dict[str, Any], version: int) -> None:
         )
 
 
-def _described(sent: Manifest, inexact: dict[str, str]) -> str:
+def _described(sent: WeightManifest, inexact: dict[str, str]) -> str:
     text = f"vllm: {len(sent) - len(inexact)} of {len(sent)} tensors are loaded, and compared, bit for bit"
     if not inexact:
         return text

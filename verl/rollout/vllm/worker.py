@@ -28,7 +28,7 @@ from torch import nn
 from verl.models.weight_source import NamedTensors
 from verl.processes import ancestors_up_to, wait_gone
 from verl.rollout.vllm.settings import HOST
-from verl.rollout.weight_sync.fingerprint import Manifest, fingerprint, same_values
+from verl.rollout.weight_sync.fingerprint import WeightManifest, fingerprint, same_values
 from verl.rollout.weight_sync.shared_memory import receive_tensors
 
 EXACT, REORDERED, OTHER = "exact", "reordered", "other"
@@ -258,7 +258,7 @@ class ReceivedTensors:
 
     def __init__(self, tensors: NamedTensors, weights: ShardIndex) -> None:
         self._tensors, self._weights = tensors, weights
-        self.fingerprints = Manifest()
+        self.fingerprints = WeightManifest()
         self.shards: dict[str, tuple[Shard, str] | None] = {}
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:

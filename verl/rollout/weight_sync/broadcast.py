@@ -31,7 +31,7 @@ from verl.rollout.weight_sync.buckets import (
     split_buckets,
     unpack,
 )
-from verl.rollout.weight_sync.fingerprint import Manifest, fingerprint
+from verl.rollout.weight_sync.fingerprint import WeightManifest, fingerprint
 from verl.rollout.weight_sync.probe import probe_request
 
 PROBE_S = 30.0
@@ -58,9 +58,9 @@ class Broadcast:
         else:
             self._group = dist.ProcessGroupGloo(named, rank, size, timeout)
 
-    def send(self, tensors: NamedTensors, limit: int = BUCKET_BYTES) -> Manifest:
+    def send(self, tensors: NamedTensors, limit: int = BUCKET_BYTES) -> WeightManifest:
         """All tensors to every receiver; their fingerprints."""
-        sent = Manifest()
+        sent = WeightManifest()
         for bucket in split_buckets(sent.watch(tensors), limit):
             header = bucket_header(bucket)
             self._send_header(header)
@@ -112,12 +112,12 @@ class ReceivedWeights(WeightSource):
         self.model_info, self._lora_config = model_info, lora_config
         self.dtype, self.device = getattr(torch, model_info.dtype), torch.device(model_info.device)
         self.broadcast: Broadcast | None = None
-        self.received = Manifest()
+        self.received = WeightManifest()
         """Of the current version."""
 
     def expect(self, version: int) -> None:
         """What arrives from now on is policy `version`."""
-        self.version, self.received = version, Manifest()
+        self.version, self.received = version, WeightManifest()
 
     def named_tensors(self, names: Names = "hf") -> Iterator[tuple[str, torch.Tensor]]:
         assert self.broadcast is not None
@@ -138,13 +138,15 @@ class ReceivedWeights(WeightSource):
         """The trainer computes them in its own process."""
 
 
-def load_into(module: nn.Module, tensors: Any, wanted: Callable[[str], bool] = lambda name: True) -> Manifest:
+def load_into(
+    module: nn.Module, tensors: Any, wanted: Callable[[str], bool] = lambda name: True
+) -> WeightManifest:
     """Copy the tensors into the module's own and fingerprint what is there afterwards.
 
     They must be exactly those tensors of the module whose name is `wanted`. Where dtypes differ, the fingerprint is of
     what arrived: nothing else could equal the sender's."""
     own = {name: value for name, value in module.state_dict(keep_vars=True).items() if wanted(name)}
-    manifest = Manifest()
+    manifest = WeightManifest()
     with torch.no_grad():
         for name, tensor in tensors:
             if name not in own or own[name].shape != tensor.shape:
@@ -178,7 +180,7 @@ class SyncReport:
 
 def report(
     engine: RolloutEngine,
-    received: Manifest,
+    received: WeightManifest,
     info: ModelInfo,
     config: RolloutConfig,
     keep: Callable[[list[Response]], None],

@@ -37,7 +37,7 @@ def same_values(one: str, other: str) -> bool:
     return one.rpartition(":")[0] == other.rpartition(":")[0]
 
 
-class Manifest(dict[str, str]):
+class WeightManifest(dict[str, str]):
     """Fingerprints by name."""
 
     def watch(self, tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:

@@ -14,8 +14,17 @@ from typing import Any
 from torch import Tensor
 
 from verl.algorithms import advantages
-from verl.algorithms.aggregation import agg_loss, masked_mean, masked_sum, masked_var, masked_whiten
-from verl.algorithms.kl import AdaptiveKLController, FixedKLController, get_kl_controller, kl_penalty
+from verl.algorithms.aggregation import (
+    AdaptiveKLController,
+    FixedKLController,
+    agg_loss,
+    get_kl_controller,
+    kl_penalty,
+    masked_mean,
+    masked_sum,
+    masked_var,
+    masked_whiten,
+)
 from verl.algorithms.losses import compute_value_loss
 from verl.algorithms.rollout_correction import compute_rollout_correction, rollout_probs_diff_metrics
 from verl.config.methods import (
