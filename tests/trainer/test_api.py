@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -144,6 +145,20 @@ def test_a_rollout_worker_says_which_distribution_its_log_probs_are_of(
     )
     out = worker.generate(["repeat 1", "repeat 2"])
     assert out.meta_info["temperature"] == kept
+
+
+def test_a_rollout_worker_uses_the_weights_that_its_model_has_now(tiny_model_dir, tiny_tokenizer):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    worker = RolloutWorker(model, tokenizer=tiny_tokenizer, max_response_length=4)
+    even = -math.log(model.get_input_embeddings().num_embeddings)
+    drawn = [worker.generate(["repeat 1"]).batch]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()  # all tokens are then equally likely
+    drawn.append(worker.generate(["repeat 1"]).batch)
+    before, after = (batch["rollout_log_probs"][batch["response_mask"].bool()] for batch in drawn)
+    assert (before - even).abs().max() > 1e-3
+    torch.testing.assert_close(after, torch.full_like(after, even))
 
 
 @pytest.mark.parametrize(("trainer", "n"), [(PPOTrainer, 1), (GRPOTrainer, 8)])
