@@ -126,10 +126,27 @@ def same_draws_in_any_order() -> None:
             getattr(sys.modules[module], seed)(0)
 
 
+def engine_tables() -> list[dict[str, Any]]:
+    """The tables of rollout engines and training strategies, of the modules that are loaded."""
+    found = (
+        ("verl.rollout", "_registry"),
+        ("verl.engines", "_strategies"),
+        ("verl.config.capabilities", "_engines"),
+        ("verl.config.capabilities", "_strategies"),
+    )
+    return [getattr(sys.modules[module], table) for module, table in found if module in sys.modules]
+
+
 @pytest.fixture(autouse=True)
 def forgotten_plugins() -> Iterator[None]:
     """What the plug-ins of a test registered is unknown to the next one, and their modules are imported again."""
+    from verl.config.capabilities import ENGINES, STRATEGIES
+
+    known = {*ENGINES, *STRATEGIES, *(name for table in engine_tables() for name in table)}
     yield
+    for table in engine_tables():
+        for name in set(table) - known:
+            del table[name]
     if methods := sys.modules.get("verl.config.methods"):
         for table in methods._tables.values():
             for name in [name for name, method in table.items() if not method.builtin]:
