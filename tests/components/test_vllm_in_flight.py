@@ -68,13 +68,16 @@ def start(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         chunks, again = stream(engine, sample), sample.name in started
         started.add(sample.name)
         try:
-            for count, chunk in enumerate(chunks):
-                yield chunk
-                if not again and count == 3:
-                    read.release()
-                    while not engine._updating:
-                        time.sleep(0.01)
+            # The server joins tokens that wait to be read: a sample may come in few chunks.
+            yield next(chunks)
+            if not again:
+                read.release()
+                while not engine._updating:
+                    time.sleep(0.01)
+            yield from chunks
         finally:
+            if not again:
+                read.release()
             chunks.close()
 
     with monkeypatch.context() as patch:
