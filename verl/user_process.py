@@ -168,12 +168,7 @@ class PythonProcess(Connection):
         asyncio.get_running_loop().add_reader(self.output, self.read_output)
 
     async def load(
-        self,
-        service: str,
-        argument: Any,
-        error: type[VerlError],
-        forks: bool = False,
-        timeout_s: float = 600.0,
+        self, service: str, argument: Any, error: type[VerlError], forks: bool = False, timeout_s: float = 600
     ) -> Any:
         """Call the function `service` (module:function) there, which returns a `Service`; its description. A VerlError
         there is an `error` here. None: the process has ended meanwhile (`how_it_ended`)."""
@@ -399,6 +394,10 @@ def _serve(channel: socket.socket, service: Service) -> None:
 async def _serve_concurrently(channel: socket.socket, service: Service) -> None:
     pid, running = os.getpid(), set[asyncio.Task[None]]()
     reader, writer = await asyncio.open_unix_connection(sock=channel)
+    # A child that a call forks runs this loop till its coroutine has returned: what arrives meanwhile is not for it.
+    silent = socket.socketpair()
+    silent[0].setblocking(False)
+    os.register_at_fork(after_in_child=lambda: os.dup2(silent[0].fileno(), channel.fileno()))
 
     async def run(request: tuple[Any, ...]) -> None:
         answer = await service.answer(*request)

@@ -156,6 +156,16 @@ async def act_async(response, extra_info):
         while meeting[name] < int(count):
             await asyncio.sleep(0.01)
         return 1.0
+    if response == "forked child waits":
+        child = os.fork()
+        if child == 0:
+            note(extra_info)
+            for _ in range(40):  # what is sent meanwhile is for the parent
+                time.sleep(0.01)
+                await asyncio.sleep(0)
+            return 0.25
+        os.waitpid(child, 0)
+        return 0.5
     if response == "hang":
         await asyncio.sleep(600)
     if response == "sys.exit":
@@ -297,6 +307,16 @@ def test_a_daemon_that_carries_nothing_of_its_parent_ends_with_its_worker(
 def test_a_forked_child_that_returns_does_not_answer(faults, make_sample):
     results = run(faults("act_async"), make_sample, ["ok", "forked child returns", "ok"])
     assert [result.score for result in results] == [1.0, 0.5, 1.0]
+
+
+def test_a_forked_child_does_not_receive_what_is_sent_to_its_parent(faults, make_sample, tmp_path):
+    pool, told = faults("act_async", timeout_s=20.0, max_concurrency=8), tmp_path / "pids"
+    waits = pool.submit(0, [make_sample(0, "forked child waits", extra_info={"pids": str(told)})])
+    while not told.exists():
+        time.sleep(0.01)
+    sent = pool.submit(0, [make_sample(1, "ok", extra_info={"pids": ""})])
+    assert waits.result()[0].score == 0.5
+    assert sent.result()[0].score == 1.0 and pool.restarts == 0
 
 
 def test_what_a_function_prints_is_passed_on_and_cannot_block_it(faults, make_sample, caplog):
