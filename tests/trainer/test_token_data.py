@@ -37,9 +37,13 @@ def assert_is_row(row: TokenRow, batch: DataProto, at: int) -> None:
 
 def test_numbers_are_those_of_the_first_pass_over_each_row(watch, tiny_tokenizer):
     seen = watch(
-        *SEVERAL, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=3", "trainer.total_training_steps=1"
+        *SEVERAL,
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=3",
+        "actor_rollout_ref.actor.skip_zero_advantage=False",
+        "trainer.total_training_steps=1",
     )
     batch, rows = seen.batches[1], samples(seen.folder, 1)
+    assert [len(mini.mini) for mini in seen.updates] == [16] * 4
     file = TokenFile(seen.folder / "rollouts/1.parquet")
     assert len(file) == len(rows) == len(batch) == 32
     moved = []
@@ -50,15 +54,14 @@ def test_numbers_are_those_of_the_first_pass_over_each_row(watch, tiny_tokenizer
             "response"
         ].split()
         length = len(row.texts)
-        old = batch.batch["old_log_probs"][at, :length].numpy()
         drawn = batch.batch["rollout_log_probs"][at, :length].numpy()
         assert row.log_prob is not None and row.ratio is not None and row.entropy is not None
         assert (row.entropy > 0).all()
         np.testing.assert_allclose(np.log(row.ratio), row.log_prob - drawn, atol=0.1)
         if at < 16:  # the first mini-batch: no step was taken yet
-            np.testing.assert_allclose(row.log_prob, old, atol=0.05)
+            np.testing.assert_allclose(row.log_prob, drawn, atol=0.05)
         else:
-            moved.append(np.abs(row.log_prob - old).max())
+            moved.append(np.abs(row.log_prob - drawn).max())
         if sample["advantage"]:
             own = batch.batch["response_mask"][at].bool()
             assert sample["advantage"] == pytest.approx(float(batch.batch["advantages"][at][own].mean()))
@@ -120,3 +123,19 @@ def test_outputs_of_ranks_are_joined_in_the_order_of_the_batch():
         found["log_probs"], torch.tensor([[2.0], [4.0], [torch.nan], [3.0]]), equal_nan=True
     )
     assert joined_outputs([{}], 4) is None
+
+
+def test_rows_that_the_update_left_out_have_the_engines_numbers(watch, reward_file):
+    """Only the first of every four prompts has different rewards."""
+    body = "return float(words[:1] == ['1']) if number % 4 == 0 else 1.0"
+    seen = watch(reward_file(body), "data.train_batch_size=16", "trainer.total_training_steps=1")
+    batch = seen.batches[1].batch
+    left_out = batch["row_weight"] == 0
+    assert seen.row(1)["training/rows_skipped"] == int(left_out.sum()) > 16
+    for at, row in enumerate(TokenFile(seen.folder / "rollouts/1.parquet").rows()):
+        assert row.computed is not None and row.log_prob is not None
+        assert row.entropy is not None and row.ratio is not None
+        drawn = batch["rollout_log_probs"][at, : len(row.texts)].numpy()
+        np.testing.assert_allclose(row.log_prob, drawn, atol=0.05)
+        assert row.computed.tolist() == [int(not left_out[at])] * len(drawn)
+        assert np.isnan(row.entropy).all() == np.isnan(row.ratio).all() == bool(left_out[at])

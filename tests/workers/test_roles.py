@@ -31,7 +31,7 @@ from verl.rollout.sampler import Sampler
 from verl.workers.group import (
     WorkerGroup,
     mini_batches,
-    needs_old_log_probs,
+    old_log_probs_pass,
 )
 from verl.workers.roles import (
     ActorRole,
@@ -151,17 +151,20 @@ def config(**values: Any) -> PPOConfig:
 
 
 def test_old_log_probs_are_left_out_only_where_the_update_gives_them():
-    assert not needs_old_log_probs(config(), 16)
-    assert needs_old_log_probs(config(), 17), "a second update would find another policy"
-    for key, value in {
-        "actor_rollout_ref.actor.ppo_epochs": 2,
-        "actor_rollout_ref.actor.ppo_mini_batch_size": 4,
-        "algorithm.adv_estimator": "optimal_token_baseline",
-        "algorithm.use_kl_in_reward": True,
-        "algorithm.rollout_correction.rollout_is": "token",
-        "algorithm.rollout_correction.rollout_rs": "token_k1",
-    }.items():
-        assert needs_old_log_probs(config(**{key: value}), 16), key
+    loss = "actor_rollout_ref.actor.policy_loss.loss_mode"
+    assert old_log_probs_pass(config(), 16) == "none"
+    assert old_log_probs_pass(config(), 17) == "later", "a second update would find another policy"
+    assert old_log_probs_pass(config(**{loss: "clip_cov"}), 16) == "none"
+    assert old_log_probs_pass(config(**{loss: "clip_cov"}), 17) == "all", "its prepare sees them"
+    for key, value, rows in (
+        ("actor_rollout_ref.actor.ppo_epochs", 2, "later"),
+        ("actor_rollout_ref.actor.ppo_mini_batch_size", 4, "later"),
+        ("algorithm.adv_estimator", "optimal_token_baseline", "all"),
+        ("algorithm.use_kl_in_reward", True, "all"),
+        ("algorithm.rollout_correction.rollout_is", "token", "all"),
+        ("algorithm.rollout_correction.rollout_rs", "token_k1", "all"),
+    ):
+        assert old_log_probs_pass(config(**{key: value}), 16) == rows, key
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,7 @@ def _policy_loss(
     return decorate
 
 
-@_policy_loss("vanilla", clamp=20, reads=(*_CLIP, "clip_ratio_c"))
+@_policy_loss("vanilla", clamp=20, reads=(*_CLIP, "clip_ratio_c"), skips_zero_advantage=True)
 def vanilla(x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO with separate clip ranges below and above 1 and a bound on the loss of negative advantages (dual clip)."""
     bound = x.setting("clip_ratio_c", above=1)
@@ -167,7 +167,7 @@ def vanilla(x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     return torch.where(negative, torch.minimum(pessimistic, ceiling), pessimistic), metrics
 
 
-@_policy_loss("gspo", mode=SEQUENCE_MODE, reads=_CLIP)
+@_policy_loss("gspo", mode=SEQUENCE_MODE, reads=_CLIP, skips_zero_advantage=True)
 def gspo(x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO on the ratio of whole sequences (geometric mean over tokens); the gradient still reaches every token."""
     log_ratio = x.log_prob - x.log_prob.detach() + sequence_mean(x.delta, x.mask).detach().unsqueeze(-1)
@@ -175,7 +175,7 @@ def gspo(x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     return torch.maximum(plain, clipped), {"actor/pg_clipfrac": x.mean(clipped > plain)}
 
 
-@_policy_loss("sapo", clamp=20, mode=SEQUENCE_MODE, reads=("tau_pos", "tau_neg"))
+@_policy_loss("sapo", clamp=20, mode=SEQUENCE_MODE, reads=("tau_pos", "tau_neg"), skips_zero_advantage=True)
 def sapo(x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     """A smooth gate instead of a clip: its slope is 1 at ratio 1 and fades on both sides."""
     tau_pos = x.setting("tau_pos", above=0)
@@ -184,7 +184,7 @@ def sapo(x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     return -x.advantages * torch.sigmoid(tau * (x.ratio - 1)) * (4 / tau), {}
 
 
-@_policy_loss("cispo", reads=_CLIP)
+@_policy_loss("cispo", reads=_CLIP, skips_zero_advantage=True)
 def cispo(x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     """REINFORCE with clipped importance weights: no token loses its gradient."""
     low, high = x.clip_range
@@ -193,7 +193,7 @@ def cispo(x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     return -clipped * x.advantages * x.log_prob, {"actor/pg_clipfrac": x.mean(ratio != clipped)}
 
 
-@_policy_loss("gpg")
+@_policy_loss("gpg", skips_zero_advantage=True)
 def gpg(x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     """Plain policy gradient."""
     return -x.log_prob * x.advantages, {}
@@ -234,6 +234,7 @@ def clip_cov_choice(
     clamp=20,
     prepare=clip_cov_choice,
     reads=(*_CLIP, "clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "seed"),
+    skips_zero_advantage=True,
 )
 def clip_cov(x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO without a few randomly chosen tokens among those whose log-probability and advantage move together, the
@@ -270,7 +271,7 @@ def kl_cov(x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     return losses, {"actor/cov_share": x.mean(chosen)}
 
 
-@_policy_loss("geo_mean", reads=_CLIP)
+@_policy_loss("geo_mean", reads=_CLIP, skips_zero_advantage=True)
 def geo_mean(x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     """GMPO: the geometric mean of a sequence's ratios, each token's log-ratio bounded on the side its advantage
     pushes to. The sequence's loss is repeated on each of its tokens, so every aggregation mode applies to it;
@@ -298,13 +299,13 @@ def _within_trust_region(
     return losses, {"actor/pg_clipfrac": x.mean(too_far)}
 
 
-@_policy_loss("dppo_tv", reads=(*_CLIP, "clip_ratio_c"))
+@_policy_loss("dppo_tv", reads=(*_CLIP, "clip_ratio_c"), skips_zero_advantage=True)
 def dppo_tv(x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     """A trust region in total variation: clip_ratio_low/high bound how far the token's probability itself moves."""
     return _within_trust_region(x, lambda new, old: (new - old).abs())
 
 
-@_policy_loss("dppo_kl", reads=(*_CLIP, "clip_ratio_c"))
+@_policy_loss("dppo_kl", reads=(*_CLIP, "clip_ratio_c"), skips_zero_advantage=True)
 def dppo_kl(x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     """The same in binary KL: between "this token" and "any other" under the old and the new policy."""
 

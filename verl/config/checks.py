@@ -20,6 +20,7 @@ from verl.config.methods import (
     find_method,
     methods,
     methods_of,
+    zero_advantage_counts,
 )
 from verl.config.parallelism import ROLLOUT, closest, divisors, sharing_errors
 from verl.config.plan import RunPlan
@@ -253,6 +254,9 @@ def _training_errors(config: PPOConfig, plan: RunPlan) -> Iterator[str]:
         yield from async_errors(config)
     for method in methods_of(config):
         yield from method.check(config) if method.check else ()
+    counts = zero_advantage_counts(config)
+    if config.actor_rollout_ref.actor.skip_zero_advantage and counts:
+        yield f"'actor_rollout_ref.actor.skip_zero_advantage' is True, but {counts}; leave it out"
     yield from reference_errors(config, plan)
     # The adaptive weight is multiplied by as little as 1 - 0.2 * sequences / horizon, which must stay above 0.
     control, sequences = algorithm.kl_ctrl, config.data.train_batch_size * rollout.n

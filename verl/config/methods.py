@@ -72,6 +72,8 @@ class Method:
     compares_responses: bool = False
     """One response to a prompt has nothing to be compared with."""
     reads_advantages: bool = True
+    skips_zero_advantage: bool = False
+    """Of a policy loss: a row whose advantages are zero adds nothing to the loss, whatever its ratios and weights."""
     prepare: Prepare | None = None
     config: type | None = None
     """The dataclass of its section."""
@@ -108,6 +110,7 @@ class MethodOptions(TypedDict, total=False):
     whole_groups: bool
     compares_responses: bool
     reads_advantages: bool
+    skips_zero_advantage: bool
     config: type | None
     check: Check | None
     advice: Check | None
@@ -184,6 +187,8 @@ def register_policy_loss(
       `prepare` the loss itself is called with whole groups, one after the other.
     - `compares_responses`: `rollout.n=1` is refused.
     - `reads_advantages`: False: the estimator does not matter.
+    - `skips_zero_advantage`: a row whose advantages are all zero adds nothing to the loss, whatever its log-probs and
+      weights: such rows are then not computed (`actor_rollout_ref.actor.skip_zero_advantage`). Default: False.
     - `reads`: keys of `actor_rollout_ref.actor` that only some losses read; default: any.
     - `config`: dataclass of the section `actor_rollout_ref.actor.policy_loss.<name>`.
     - `check`, `advice`: as of `register_adv_est`.
@@ -287,6 +292,29 @@ def needed_columns(config: PPOConfig) -> tuple[str, ...]:
     """The columns that the methods of a run need beyond those every batch has."""
     columns = [column for method in methods_of(config) for column in method.needs]
     return tuple(dict.fromkeys("old_log_probs" if each == "old_log_prob" else each for each in columns))
+
+
+def zero_advantage_counts(config: PPOConfig) -> str:
+    """Why rows with advantage zero change an update of the policy; empty where they do not."""
+    actor = config.actor_rollout_ref.actor
+    if actor.use_kl_loss:
+        return "actor_rollout_ref.actor.use_kl_loss adds the KL of every row to the loss"
+    if actor.entropy_coeff:
+        return "actor_rollout_ref.actor.entropy_coeff adds the entropy of every row to the loss"
+    loss = find_method(POLICY_LOSS, actor.policy_loss.loss_mode)
+    if loss is None or (loss.skips_zero_advantage and not (loss.whole_groups and loss.prepare is None)):
+        return ""
+    if loss.skips_zero_advantage:
+        return f"{loss.setting} is called with whole groups"
+    if loss.builtin:
+        return f"{loss.setting} learns from rows with advantage zero too"
+    return f"{loss.setting} is not registered with skips_zero_advantage=True"
+
+
+def skips_zero_advantage(config: PPOConfig) -> bool:
+    """Whether rows with advantage zero are left out of the policy's update."""
+    wanted = config.actor_rollout_ref.actor.skip_zero_advantage
+    return wanted is not False and not zero_advantage_counts(config)
 
 
 def builtin_names(table: str, has: Callable[[Method], bool] = lambda method: True) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from verl.config.capabilities import strategy_spec
 from verl.config.checks import unavailable
 from verl.config.keys import get, put
 from verl.config.machine import machine_errors
+from verl.config.methods import skips_zero_advantage, zero_advantage_counts
 from verl.config.model_path import text_config
 from verl.config.parallelism import ROLLOUT, bubble_share, engine_size, offload_section
 from verl.config.plan import BatchPlan, RunPlan, text_table
@@ -119,6 +120,7 @@ def render(plan: RunPlan, lines: list[str] | None = None) -> str:
     device, batches = plan.device, plan.batches()
     tables = {"batches": batches.rows(), "layout": layout_table(plan)}
     if isinstance(plan.config, PPOConfig):
+        tables["batches"] += _zero_advantage_rows(plan.config)
         tables["generation ahead of training"] = async_rows(plan.config, batches)
     if plan.memory is not None:
         limit = f", {gib(device.memory)} per rank" if device.memory is not None else ""
@@ -126,6 +128,16 @@ def render(plan: RunPlan, lines: list[str] | None = None) -> str:
     blocks = [text_table(title, rows) for title, rows in tables.items() if rows]
     blocks.append("\n".join(f"warning: {line}" for line in lines) or "no warnings")
     return "\n\n".join(blocks)
+
+
+def _zero_advantage_rows(config: PPOConfig) -> list[tuple[str, str, str]]:
+    """Whether rows with advantage zero are computed, and why."""
+    if config.own_loop or config.trainer.val_only:
+        return []
+    if skips_zero_advantage(config):
+        return [("rows with advantage zero", "left out", "of the policy's update, but for a sample")]
+    off = "actor_rollout_ref.actor.skip_zero_advantage is False"
+    return [("rows with advantage zero", "computed", zero_advantage_counts(config) or off)]
 
 
 def _memory_rows(memory: Estimate) -> list[tuple[str, str, str]]:

@@ -160,7 +160,10 @@ def step_metrics(
         metrics["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 1024**3
         peak = peak_flops(torch.cuda.get_device_name())
         if model is not None and peak and timing_s.get("update_actor"):
-            work = model.training_flops(prompt_B + response_B) * updates_per_token
+            weight_B = batch.batch.get("row_weight")  # 0: left out of the update
+            length_B = prompt_B + response_B
+            trained_B = length_B if weight_B is None else length_B[weight_B > 0]
+            work = model.training_flops(trained_B) * updates_per_token
             metrics["perf/mfu/actor"] = work / timing_s["update_actor"] / (peak * devices)
     return metrics
 

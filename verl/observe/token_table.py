@@ -42,6 +42,7 @@ COLUMNS = {
     "advantage": pa.float32(),
     "mask": pa.uint8(),
     "age": pa.uint8(),
+    "computed": pa.uint8(),
 }
 
 
@@ -63,6 +64,9 @@ class TokenRow:
     """1: the token is trained."""
     age: np.ndarray | None = None
     """Updates between drawing and training the token, at most 255."""
+    computed: np.ndarray | None = None
+    """0: the update left the row out (`actor.skip_zero_advantage`), and `log_prob` is the rollout engine's. None where
+    it left none out."""
 
 
 class TokenTable:
@@ -202,6 +206,9 @@ def _columns(
         columns["log_prob"] = drawn = np.where(mask | (drawn != 0.0), drawn, np.nan)
     if "log_probs" in outputs:
         mine = trained(outputs["log_probs"])
+        computed = ~np.isnan(flat(outputs["log_probs"]))
+        if not computed.all():
+            columns["computed"] = computed
     elif "old_log_probs" in tensors and tensors["old_log_probs"] is not tensors.get("rollout_log_probs"):
         mine = trained(tensors["old_log_probs"])
     if mine is not None:

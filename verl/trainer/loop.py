@@ -29,7 +29,7 @@ from verl.trainer import advantage
 from verl.trainer.experience import DynamicSampling, Experience, SyncExperience
 from verl.trainer.setup import resume_note, whole_number
 from verl.trainer.validation import sample_rows, validate
-from verl.workers.group import learns_from_data, needs_old_log_probs, sessions_of
+from verl.workers.group import learns_from_data, old_log_probs_pass, sessions_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -186,7 +186,8 @@ class RLLoop:
                 with timer(f"update_{role.name}"):
                     metrics |= workers.update(role.name, batch)
         outputs = None
-        if self.step_number > cfg.trainer.critic_warmup:
+        if self.trains_actor:
+            workers.prepare_update(batch, timer)
             with timer("update_actor"):
                 keep = cfg.trainer.token_data
                 metrics |= workers.update(ACTOR, batch, sync=False, keep_tokens=keep)
@@ -249,8 +250,10 @@ class RLLoop:
         columns = self.workers.columns & _REWARD_COLUMNS
         if cfg.algorithm.rollout_correction.bypass_mode:
             tensors["old_log_probs"] = tensors["rollout_log_probs"]
-        elif needs_old_log_probs(cfg, sessions_of(batch).count):
-            columns |= {"old_log_probs"}
+        else:
+            rows = old_log_probs_pass(cfg, sessions_of(batch).count)
+            if rows == "all" or (rows == "later" and not self.trains_actor):
+                columns |= {"old_log_probs"}
         if "old_log_probs" in columns - tensors.keys():
             batch.meta_info["old_log_probs_version"] = self.workers.policy_version
         self.workers.add_columns(batch, columns, timer)
@@ -286,6 +289,11 @@ class RLLoop:
         if algorithm.use_pf_ppo:
             batch = advantage.resample(batch, algorithm, self.generator)
         return batch, metrics
+
+    @property
+    def trains_actor(self) -> bool:
+        """Whether this step does; else only the critic learns."""
+        return self.step_number > self.cfg.trainer.critic_warmup
 
     def due(self, frequency: int) -> bool:
         return frequency > 0 and self.step_number % frequency == 0

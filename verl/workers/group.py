@@ -11,21 +11,30 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 
 from verl.algorithms.aggregation import batch_counts
 from verl.algorithms.groups import Trajectories
-from verl.config.methods import Prepare, needed_columns, policy_loss
+from verl.config.methods import Prepare, needed_columns, policy_loss, skips_zero_advantage
 from verl.config.roles import ACTOR, find_role, roles_of, saved_roles, section_of, update_time
 from verl.data.proto import DataProto
 from verl.observe.live import Snapshot
 from verl.observe.metrics import Metric, Timer, average_metrics
 from verl.rollout.base import GenerationSettings
 from verl.rollout.sampler import Sampler
-from verl.workers.roles import PREPARED, TOKEN_ROW, Kept, OnFinish, joined_outputs, rollouts_of
+from verl.workers.roles import (
+    PREPARED,
+    ROW_WEIGHT,
+    TOKEN_ROW,
+    Kept,
+    OnFinish,
+    RolloutGap,
+    joined_outputs,
+    rollouts_of,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,6 +43,14 @@ if TYPE_CHECKING:
     from verl.config.schema import PPOConfig
     from verl.rollout.base import RolloutEngine
     from verl.workers.own_loss import LossFunction
+
+
+_ROWS_PER_SAMPLED = 32
+_FEWEST_SAMPLED = 8
+"""Of the rows without influence one in so many is computed all the same, and at least so many."""
+_LATER_GAP = "rollout_gap_of_later_mini_batches"
+"""In `meta_info` from `prepare_update` to `update`: only the rows of later mini-batches have old log-probs; the first
+mini-batch's own forward pass gives its. The metrics of the rollout gap of the later ones."""
 
 
 class WorkerGroup(ABC):
@@ -48,6 +65,8 @@ class WorkerGroup(ABC):
         self.pad_token_id = 0
         self.agents: ConversationRunner | None = None
         """Set where responses are conversations of several turns."""
+        self._kept: list[Kept] = []
+        """Of the last update, besides what the ranks still have."""
 
     def sampler(self) -> Sampler:
         """A new owner of requests to the rollout engine, driven inside `generating`."""
@@ -155,12 +174,40 @@ class WorkerGroup(ABC):
         """The config of the engine that works as `role`: under LoRA the reference is the actor's, adapters off."""
         return section_of(self.cfg, find_role(role))
 
+    def prepare_update(self, batch: DataProto, timer: Timer) -> None:
+        """Add what the actor's update of a batch with advantages computes beforehand: `ROW_WEIGHT`, where rows without
+        influence are left out, and the old log-probs of those rows that the policy has moved on from when their
+        mini-batch comes."""
+        tensors, mask = batch.batch, batch.batch["response_mask"]
+        computed = mask.any(-1)
+        if skips_zero_advantage(self.cfg):
+            seed = np.random.SeedSequence([self.cfg.data.seed, self.policy_version]).generate_state(1)[0]
+            tensors[ROW_WEIGHT] = row_weights(tensors["advantages"], mask, int(seed))
+            computed &= tensors[ROW_WEIGHT] > 0
+        sessions = sessions_of(batch)
+        if "old_log_probs" in tensors or old_log_probs_pass(self.cfg, sessions.count) != "later":
+            return
+        actor = self.section(ACTOR)
+        first = sessions.ids < actor.ppo_mini_batch_size * responses_per_prompt(self.cfg)
+        later = (computed & ~first).nonzero().squeeze(-1)
+        old, gap = torch.zeros(mask.shape), RolloutGap()
+        if len(later):
+            rows = batch[later]
+            with timer(find_role(ACTOR).timer):
+                old[later] = found = self.forward(ACTOR, rows, ("old_log_probs",)).batch["old_log_probs"]
+            if "rollout_log_probs" in tensors:
+                drawn, own = rows.batch["rollout_log_probs"], rows.batch["response_mask"]
+                gap.add(found, drawn, own, rows.batch.get(ROW_WEIGHT))
+        tensors["old_log_probs"] = old
+        batch.meta_info[_LATER_GAP] = gap.metrics()
+
     def update(
         self, role: str, batch: DataProto, *, sync: bool = True, keep_tokens: bool = False
     ) -> dict[str, float]:
         """Train `role` on the batch; with `sync` the rollout engine then has the actor's new weights. `keep_tokens`:
         `token_outputs` will be asked for."""
         section = self.section(role)
+        self._kept = []
         prepare, together = None, 1
         if role == "actor":
             loss = policy_loss(section.policy_loss.loss_mode)
@@ -170,18 +217,32 @@ class WorkerGroup(ABC):
         size = section.ppo_mini_batch_size * responses_per_prompt(self.cfg)
         seed = self.cfg.data.seed + self.policy_version
         steps: list[dict[str, Metric]] = []
+        later_gap = batch.meta_info.pop(_LATER_GAP, None) if role == ACTOR else None
         for number, mini in enumerate(
-            mini_batches(batch, size, section.ppo_epochs, seed=seed, together=together, numbered=keep_tokens)
+            mini_batches(batch, size, section.ppo_epochs, seed=seed, together=together, numbered=True)
         ):
             if mini.meta_info["batch_num_tokens"] == 0:
                 continue
+            own_old = later_gap is not None and number == 0
+            if own_old:
+                del mini.batch["old_log_probs"]
+            if not keep_tokens and not (own_old and section.ppo_epochs > 1):
+                mini.batch.pop(TOKEN_ROW, None)
             if prepare is not None:
                 self.prepare(mini, prepare, number, unchanged=not steps)
             elif together > 1 and "session" not in mini.non_tensor_batch:  # the loss itself compares them
                 mini.meta_info["rows_together"] = together
+            if role == ACTOR and ROW_WEIGHT in mini.batch:
+                mini = computed_rows(mini)
             steps.append(self.train(role, mini))
-        metrics = average_metrics(steps)
+            if own_old and section.ppo_epochs > 1:
+                self._take_old_log_probs(batch, mini.batch[TOKEN_ROW])
+        metrics = average_metrics([later_gap or {}, *steps])
+        if later_gap is not None:
+            del batch.batch["old_log_probs"]  # not those of every row
         if role == "actor":
+            if ROW_WEIGHT in batch.batch:
+                metrics["training/rows_skipped"] = float((batch.batch[ROW_WEIGHT] == 0).sum())
             self.policy_version += 1
             if sync:
                 metrics |= self.sync_weights()
@@ -191,8 +252,18 @@ class WorkerGroup(ABC):
         """A call that waits for `log_probs` and `entropy` [B, T] of the actor in the first pass over each row of the
         last update, which was on `batch` and with `keep_tokens`; 0 where a token was not trained, NaN in rows that were
         left out."""
-        kept, rows = self.kept_tokens(), len(batch)
+        kept, rows = [*self._kept, *self.kept_tokens()], len(batch)
         return lambda: joined_outputs([part() for part in kept], rows)
+
+    def _take_old_log_probs(self, batch: DataProto, rows: torch.Tensor) -> None:
+        """Those of the first mini-batch, which later passes over its rows compare with."""
+        parts = self.kept_tokens()
+        self._kept += parts
+        found = joined_outputs([part() for part in parts], len(batch))
+        assert found is not None
+        old = batch.batch["old_log_probs"].clone()
+        old[rows] = found["log_probs"][rows]
+        batch.batch["old_log_probs"] = old
 
     def prepare(self, mini: DataProto, prepare: Prepare, number: int, *, unchanged: bool = False) -> None:
         """Add to a mini-batch what a loss chooses by comparing tokens across it, before it is split into micro-batches.
@@ -267,10 +338,36 @@ def responses_per_prompt(cfg: PPOConfig) -> int:
     return cfg.actor_rollout_ref.rollout.n + learns_from_data(cfg)
 
 
-def needs_old_log_probs(cfg: PPOConfig, sequences: int) -> bool:
-    """False when a batch is one optimiser step and nothing before it asks for log-probs: the update's own forward pass
-    gives them."""
-    actor = cfg.actor_rollout_ref.actor
-    per_update = actor.ppo_mini_batch_size * cfg.actor_rollout_ref.rollout.n
-    one_update = actor.ppo_epochs == 1 and per_update >= sequences
-    return not one_update or not {"old_log_probs", "sum_pi_squared"}.isdisjoint(needed_columns(cfg))
+def old_log_probs_pass(cfg: PPOConfig, sequences: int) -> Literal["none", "later", "all"]:
+    """The rows of a batch whose old log-probs need a pass of their own: the forward pass of the first optimiser step
+    gives those of its own rows. `all` where something before the update asks for them."""
+    needed, actor = needed_columns(cfg), cfg.actor_rollout_ref.actor
+    if not {"old_log_probs", "sum_pi_squared"}.isdisjoint(needed):
+        return "all"
+    several = actor.ppo_mini_batch_size * responses_per_prompt(cfg) < sequences
+    if policy_loss(actor.policy_loss.loss_mode).prepare is not None or learns_from_data(cfg):
+        return "all" if several or actor.ppo_epochs > 1 else "none"
+    return "later" if several or actor.ppo_epochs > 1 else "none"
+
+
+def row_weights(advantages: torch.Tensor, response_mask: torch.Tensor, seed: int) -> torch.Tensor:
+    """`ROW_WEIGHT` [B]: 1 for rows with an advantage on a policy token. A random sample of the others stands for all of
+    them that have tokens, so that means over tokens estimate those over all rows; the rest has weight 0."""
+    mask = response_mask.bool()
+    tokens, counts = mask.sum(-1), ((advantages != 0) & mask).any(-1)
+    without = (~counts & (tokens > 0)).nonzero().squeeze(-1)
+    order = torch.randperm(len(without), generator=torch.Generator().manual_seed(seed))
+    chosen = without[order[: max(len(without) // _ROWS_PER_SAMPLED, _FEWEST_SAMPLED)]]
+    weights = counts.float()
+    if len(chosen):
+        weights[chosen] = float(tokens[without].sum()) / float(tokens[chosen].sum())
+    return weights
+
+
+def computed_rows(mini: DataProto) -> DataProto:
+    """The rows of a mini-batch with a weight; where there is none, one row, whose gradient is zero: the optimiser steps
+    as it would have."""
+    rows = (mini.batch[ROW_WEIGHT] > 0).nonzero().squeeze(-1)
+    if not len(rows):
+        rows = mini.batch["response_mask"].any(-1).nonzero()[0]
+    return mini[rows]

@@ -26,6 +26,9 @@ OnFinish = Callable[[int, Any], None]
 """Called with the row in the batch and its response (or conversation), as each finishes."""
 TOKEN_ROW = "token_row"
 """Tensor [B] of a mini-batch whose outputs are kept: the number of each row in the batch of the update."""
+ROW_WEIGHT = "row_weight"
+"""Tensor [B] where rows are left out of an update (weight 0): how much the tokens of each row count in means over the
+batch. It is above 1 in the sample of the rows without influence that is computed."""
 PREPARED = "prepared."
 """Before the names of columns that the `prepare` of a policy loss computed."""
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "ignore_eos", "raw_log_probs")
@@ -59,10 +62,19 @@ class RolloutGap:
     def __init__(self) -> None:
         self._parts: list[torch.Tensor] = []
 
-    def add(self, log_prob: torch.Tensor, rollout_log_prob: torch.Tensor, mask: torch.Tensor) -> None:
+    def add(
+        self,
+        log_prob: torch.Tensor,
+        rollout_log_prob: torch.Tensor,
+        mask: torch.Tensor,
+        row_weight: torch.Tensor | None = None,
+    ) -> None:
+        """The tokens of a row count `row_weight` [B] times, by default once."""
         mask = mask.bool()
         gap = torch.where(mask, (log_prob.exp() - rollout_log_prob.exp()).abs(), 0.0).double()
-        self._parts.append(torch.stack([gap.sum(), (gap**2).sum(), gap.max(), mask.sum().double()]))
+        weight = token_weights(mask, row_weight).double()
+        sums = [(weight * gap).sum(), (weight * gap**2).sum(), gap.max(), weight.sum()]
+        self._parts.append(torch.stack(sums))
 
     def metrics(self) -> dict[str, Metric]:
         if not self._parts:
@@ -79,6 +91,11 @@ class RolloutGap:
             "training/rollout_probs_diff_std": Metric(float(variance.sqrt()), "mean", weight),
             "training/rollout_probs_diff_max": Metric(float(parts[:, 2].max()), "max"),
         }
+
+
+def token_weights(mask: torch.Tensor, row_weight: torch.Tensor | None) -> torch.Tensor:
+    """How much each token [B, T] counts in means over the batch: 0 where the mask is 0."""
+    return mask if row_weight is None else mask * row_weight.unsqueeze(-1)
 
 
 Kept = Callable[[], Mapping[str, torch.Tensor]]
@@ -207,10 +224,11 @@ class ActorRole(RoleWorker):
         assert log_prob is not None
         if TOKEN_ROW in tensors:
             self.tokens.add(out, tensors[TOKEN_ROW])
-        # One optimiser step on fresh samples: the behaviour policy is the current one, no second pass needed.
+        # The first optimiser step on fresh samples: the behaviour policy is the current one, no second pass needed.
         old_log_prob = tensors.get("old_log_probs", log_prob.detach())
+        weight = tensors.get(ROW_WEIGHT)
         if "old_log_probs" not in tensors and "rollout_log_probs" in tensors:
-            self._gap.add(old_log_prob, tensors["rollout_log_probs"], mask)
+            self._gap.add(old_log_prob, tensors["rollout_log_probs"], mask, weight)
         prepared = {k.removeprefix(PREPARED): v for k, v in tensors.items() if k.startswith(PREPARED)}
         with loss_denominators(info):
             loss, found = self.policy_loss(
@@ -225,7 +243,9 @@ class ActorRole(RoleWorker):
                 **({} if out.kl is None else {"kl": out.kl}),
                 **{name: tensors[name] for name in self.policy_loss.needs if name in tensors},
             )
-        tokens = mask.sum()
+        counted = token_weights(mask, weight)
+        all_tokens = counted.sum()
+        tokens = (counted > 0).sum()
         metrics = {
             f"actor/{name.removeprefix('actor/')}": value
             if isinstance(value, Metric)
@@ -236,9 +256,9 @@ class ActorRole(RoleWorker):
         if out.entropy is not None:
             entropy = agg_loss(out.entropy, mask, cfg.loss_agg_mode, **info)
             loss = loss - cfg.entropy_coeff * entropy
-            metrics["actor/entropy"] = Metric(
-                (out.entropy.detach() * mask).sum() / tokens.clamp(min=1), "mean", tokens
-            )
+            # Rows that are left out are in the mean by the weight of those that stand for them.
+            mean = (out.entropy.detach() * counted).sum() / all_tokens.clamp(min=1)
+            metrics["actor/entropy"] = Metric(mean, "mean", all_tokens)
         if cfg.use_kl_loss:
             kl = kl_penalty(log_prob, tensors["ref_log_prob"], cfg.kl_loss_type)
             kl_loss = agg_loss(kl, mask, cfg.loss_agg_mode, **info)

@@ -259,6 +259,9 @@ class ActorConfig(TrainEngineConfig, Section):
         follows="data.max_response_length",
         used_if=".loss_agg_mode=seq-mean-token-sum-norm",
     )
+    skip_zero_advantage: bool | None = key(
+        None, "do not compute rows with advantage zero; default: where no other term reaches the loss"
+    )
     policy_loss: PolicyLossConfig = section(PolicyLossConfig, "policy loss")
     checkpoint: CheckpointConfig = section(CheckpointConfig, "what checkpoints hold")
 

@@ -17,6 +17,7 @@ const Tokens = (() => {
     advantage: { title: "advantage", share: (v, limit) => v / limit, paint: diverging(RED, GREEN), from: -1, least: 1e-6, ends: (limit) => [number(-limit), "0", number(limit)] },
     mask: { title: "mask", share: (v) => v, paint: (s) => (s > 0 ? paint(GREEN, 0.55) : paint(GREY, 0.4)), from: 0, ends: () => ["not trained", "trained"] },
     age: { title: "age", share: (v, limit) => v / limit, paint: (s) => paint(ORANGE, s), from: 0, least: 1, ends: (limit) => ["0 updates", number(limit)] },
+    computed: { title: "computed", share: (v) => v, paint: (s) => (s > 0 ? paint(GREEN, 0.55) : paint(GREY, 0.4)), from: 0, ends: () => ["left out", "computed"] },
   };
 
   const valueAt = (tokens, kind, i) => {
