@@ -42,6 +42,13 @@ both = torch.cat([x, y], dim=-1).detach().requires_grad_()
 first, second = both.chunk(2, dim=-1)
 compare(gated_joined(both), torch.nn.functional.silu(first) * second, (both,))
 
+from verl.models.kernels.layers import sum_copies
+from verl.models.shared_prefixes import RowCopies
+rows = torch.randint(0, 9, (70,)) // 2 * 2
+copies, values = RowCopies.of(rows.numpy(), 9, cpu), torch.randn(70, 3, 200)
+total = sum_copies(values, copies.order, copies.bounds, 11)
+torch.testing.assert_close(total, torch.zeros(11, 3, 200).index_add_(0, rows, values), rtol=1e-5, atol=1e-5)
+
 from verl.models.kernels.adamw import AdamWUpdate, AddAll
 params = [torch.randn(5, 600).bfloat16(), torch.randn(7).bfloat16(), torch.randn(2048).bfloat16()]
 masters = [param.float() for param in params]

@@ -49,7 +49,7 @@ _RELATED_KEYS = {
 # What another role's model takes from the actor's while its path is not given: it is then the same model.
 _MODEL_FOLLOWS = (
     "path", "tokenizer_path", "dtype", "enable_gradient_checkpointing", "enable_activation_offload",
-    "use_remove_padding", "trust_remote_code", "override_config",
+    "use_remove_padding", "share_prefixes", "trust_remote_code", "override_config",
 )  # fmt: skip
 
 

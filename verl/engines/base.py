@@ -5,8 +5,8 @@ right padding allowed), and `response_mask` [B, T] (1 = token to learn from). Th
 `input_ids` are the response; T may equal L (supervised fine-tuning), then the first column's mask is 0,
 because nothing predicts it. Outputs are [B, T], aligned with `response_mask` and zero where it is 0.
 
-`meta_info["rows_together"]` (default 1): so many consecutive rows, e.g. of a preference pair, stay in one micro-batch;
-where sequences are packed, the tokens they all begin with are computed once.
+`meta_info["rows_together"]` (default 1): so many consecutive rows, e.g. of a preference pair, stay in one
+micro-batch. Where sequences are packed, the common beginnings of rows are computed once (`model.share_prefixes`).
 
 Outputs and gradients do not depend on how the batch is split into micro-batches, packed or spread over ranks. A loss
 function must therefore normalise by the counts of the whole mini-batch, which it reads from `micro_batch.meta_info`:

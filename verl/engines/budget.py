@@ -17,9 +17,12 @@ from typing import Literal
 import torch
 
 from verl.algorithms.balance import padded_budget_batches, token_budget_batches
+from verl.data.proto import DataProto
 from verl.distributed import Ranks
 from verl.errors import TrainingHalted
 from verl.memory import free_device_bytes, free_host_bytes
+from verl.models.packing import sequence_lengths
+from verl.models.shared_prefixes import PrefixTree, prompt_lengths
 
 log = logging.getLogger(__name__)
 
@@ -171,6 +174,40 @@ class OOMReport:
         )
 
 
+def rows_together(batch: DataProto) -> int:
+    """How many consecutive rows stay in one micro-batch (`verl.engines.base`)."""
+    return int(batch.meta_info.get("rows_together", 1))
+
+
+def consecutive(rows: list[int], together: int) -> list[list[int]]:
+    """Units of `together` rows."""
+    return [rows[at : at + together] for at in range(0, len(rows), together)]
+
+
+def shared_units(
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    response_mask: torch.Tensor,
+    rows: list[int],
+    together: int,
+    most: int | None,
+) -> tuple[list[list[int]], list[int]]:
+    """Units of some rows of a batch, in which common beginnings are computed once: rows with one prompt, in units of at
+    most `most` tokens (None: `together` consecutive rows). And the tokens that each row adds to its unit, at most."""
+    ids, attended = input_ids[rows].numpy(), attention_mask[rows].numpy()
+    lengths = sequence_lengths(attention_mask)
+    if most is None:
+        units, tree = consecutive(rows, together), PrefixTree.of(ids, attended, together)
+        added = tree.costs()[tree.order.argsort()]
+    else:
+        prompts = prompt_lengths(attended, response_mask[rows].numpy())
+        found, added = PrefixTree.of(ids, attended).units(prompts, most)
+        units = [[rows[at] for at in unit] for unit in found]
+    for row, count in zip(rows, added.tolist(), strict=True):
+        lengths[row] = count
+    return units, lengths
+
+
 class MicroBatches:
     """Puts the rows of this rank into micro-batches of a size for each kind of pass."""
 
@@ -189,25 +226,27 @@ class MicroBatches:
         self._packed, self._hidden_size, self._label = packed, hidden_size, label
         self._oom_logged = False
 
-    def split(
-        self, rows: list[int], lengths: list[int], kind: PassKind, together: int = 1
-    ) -> list[list[int]]:
-        """`rows` in micro-batches, each row in one of them, `together` consecutive ones in the same.
-
-        As many on every rank, because every pass over sharded parameters is collective: a rank with fewer rows runs
-        empty micro-batches at the end."""
+    def size(self, kind: PassKind) -> MicroBatchSize:
+        """Measured where the config leaves it open (collective)."""
         size = self.sizes[kind]
         if size.max_sequences is None and size.max_tokens is None:
             size = MicroBatchSize(max_tokens=self._ranks.smallest(self._measure(kind)))
             self.sizes[kind] = size
-        units = [rows[at : at + together] for at in range(0, len(rows), together)]
+        return size
+
+    def split(self, units: list[list[int]], lengths: Sequence[int], kind: PassKind) -> list[list[int]]:
+        """The rows of `units` in micro-batches, those of a unit in the same.
+
+        As many on every rank, because every pass over sharded parameters is collective: a rank with fewer rows runs
+        empty micro-batches at the end."""
+        size = self.size(kind)
         own = [[lengths[row] for row in unit] for unit in units]
         batches = self._group(own, size, 1)
         count = self._ranks.largest(len(batches))
         if count > len(batches):
             batches = self._group(own, size, count)
         batches += [[] for _ in range(count - len(batches))]
-        return [[row for at in batch for row in units[at]] for batch in batches]
+        return [sorted(row for at in batch for row in units[at]) for batch in batches]
 
     def _group(self, units: Sequence[Sequence[int]], size: MicroBatchSize, min_count: int) -> list[list[int]]:
         """Indices of the units, of which the lengths of their rows are given."""

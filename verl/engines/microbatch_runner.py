@@ -24,10 +24,11 @@ import torch
 from verl.data.proto import DataProto
 from verl.engines import budget
 from verl.engines.base import LossFn, ModelOutput
-from verl.engines.budget import MicroBatches, MicroBatchSize, OOMReport, PassKind
+from verl.engines.budget import MicroBatches, MicroBatchSize, OOMReport, PassKind, rows_together
 from verl.engines.offload import ActivationOffload
 from verl.engines.sharding import CollectiveReplay, EngineRanks, reshard
 from verl.errors import TrainingHalted
+from verl.models.attention import caps_scores
 from verl.models.float32 import float32_arithmetic
 from verl.models.fused_linear import FEWEST_COLUMNS, HeadOptions, slice_bytes
 from verl.models.packability import FAULTS
@@ -40,7 +41,6 @@ from verl.models.packing import (
     pad,
     part_of,
     sequence_lengths,
-    token_counts,
 )
 from verl.models.value_model import ValueModel
 from verl.observe.metrics import Metric
@@ -74,6 +74,8 @@ class RunnerOptions:
     max_tokens: int = budget.CAP_CPU
     """The bound of micro-batches whose size the config leaves open."""
     packed: bool = True
+    share_prefixes: bool = True
+    """Common beginnings of rows are computed once."""
     optimizer: MasterAdamW | None = None
     moments_on_host: bool = False
     activation_offload: ActivationOffload | None = None
@@ -112,6 +114,10 @@ class MicroBatchRunner:
             label=self._label,
         )
         self._float32 = True
+        capped = self.device.type == "cuda" and caps_scores(
+            model
+        )  # by FlexAttention, over all keys of a pack
+        self._sharing = options.share_prefixes and self.packed and not capped
 
     # -- inputs -------------------------------------------------------------------------------------------------
 
@@ -122,32 +128,36 @@ class MicroBatchRunner:
         return batch
 
     def pack(self, batch: DataProto) -> Pack:
-        rows = [batch.batch[name] for name in INPUTS]
-        if self._shares(batch):
-            return pack_shared(rows[0], rows[1], rows[2], self.device, _together(batch))
-        return self._pack(*rows)
+        ids, attended, wanted = (batch.batch[name] for name in INPUTS)
+        return self._pack(ids, attended, wanted, self._shares(batch))
 
     def _shares(self, batch: DataProto) -> bool:
-        """Whether the common beginning of rows that stay together is computed once: not where a longer row has other
-        rotary frequencies from the first token on."""
-        if not self.packed or self.sequence is not None or _together(batch) == 1:
+        """Whether common beginnings of rows are computed once: not where a longer row has other rotary frequencies
+        from the first token on."""
+        if not self._sharing or len(batch) < 2:
             return False
-        lengths = sequence_lengths(batch.batch["attention_mask"])
         longest = self._options.longest
-        return longest is None or max(lengths, default=0) <= longest[0]
+        return longest is None or max(sequence_lengths(batch.batch["attention_mask"])) <= longest[0]
 
-    def token_counts(self, batch: DataProto) -> list[int]:
-        """The tokens each row adds to a micro-batch."""
-        ids, attended = batch.batch["input_ids"], batch.batch["attention_mask"]
-        return token_counts(ids, attended, _together(batch) if self._shares(batch) else 1)
+    def units(
+        self, batch: DataProto, kind: PassKind, rows: list[int] | None = None
+    ) -> tuple[list[list[int]], list[int]]:
+        """Rows that stay in one micro-batch (`rows_together`), or that share their prompts; and the tokens that each
+        row of the batch adds to its micro-batch, at most."""
+        rows, together = list(range(len(batch))) if rows is None else rows, rows_together(batch)
+        if not self._shares(batch):
+            return budget.consecutive(rows, together), sequence_lengths(batch.batch["attention_mask"])
+        most = self._micro_batches.size(kind).max_tokens if together == 1 else None
+        ids, attended, wanted = (batch.batch[name] for name in INPUTS)
+        return budget.shared_units(ids, attended, wanted, rows, together, most)
 
     def _pack(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, response_mask: torch.Tensor
+        self, ids: torch.Tensor, mask: torch.Tensor, wanted: torch.Tensor, shares: bool = False
     ) -> Pack:
-        rows = (input_ids, attention_mask, response_mask)
+        packed = (pack_shared if shares else pack) if self.packed else pad
         if self.sequence is not None:
-            return part_of(pack(*rows, torch.device("cpu")), self.sequence, self.device)
-        return (pack if self.packed else pad)(*rows, self.device)
+            return part_of(packed(ids, mask, wanted, torch.device("cpu")), self.sequence, self.device)
+        return packed(ids, mask, wanted, self.device)
 
     def dummy_batch(self) -> Pack:
         """One token without output: what a rank without rows runs so that the others can gather parameters."""
@@ -169,12 +179,12 @@ class MicroBatchRunner:
         batch = self.checked(batch).select(batch_keys=list(INPUTS), non_tensor_keys=[])
         self._model.eval()
         outputs: dict[str, torch.Tensor] = {}
-        lengths, together = self.token_counts(batch), _together(batch)
         pending = list(range(len(batch)))
         while True:
             oom: OOMReport | None = None
             missing: list[int] = []
-            for rows in self._micro_batches.split(pending, lengths, "forward", together):
+            units, lengths = self.units(batch, "forward", pending)
+            for rows in self._micro_batches.split(units, lengths, "forward"):
                 if oom:
                     missing += rows
                     if self._ranks.world_size == 1:
@@ -187,7 +197,7 @@ class MicroBatchRunner:
                     missing += rows
                     oom = report
             self.reshard()
-            if not self._micro_batches.retry(oom, "forward", together):
+            if not self._micro_batches.retry(oom, "forward", rows_together(batch)):
                 return {name: values.cpu() for name, values in outputs.items()}
             pending = missing
 
@@ -260,19 +270,19 @@ class MicroBatchRunner:
         if not self._model.training:
             self._model.train()
         gradients = optimizer.gradient_snapshot()
-        lengths, together = self.token_counts(batch), _together(batch)
         act = partial(self._train_rows, batch, loss_fn, options, optimizer.loss_scale, teacher)
         while True:
             metrics: list[dict[str, Metric]] = []
             oom: OOMReport | None = None
-            for rows in self._micro_batches.split(list(range(len(batch))), lengths, "train", together):
+            units, lengths = self.units(batch, "train")
+            for rows in self._micro_batches.split(units, lengths, "train"):
                 if oom and self._ranks.world_size == 1:
                     break
                 # After a failure gradients are dropped below: empty micro-batches only keep the other ranks going.
                 found, report = self.run_or_oom(act, [] if oom else rows, lengths)
                 oom = oom or report
                 metrics.append(found or {})
-            if not self._micro_batches.retry(oom, "train", together):
+            if not self._micro_batches.retry(oom, "train", rows_together(batch)):
                 return metrics
             # Reductions have mixed the dummy batch into every rank's gradients: all of the mini-batch is repeated.
             optimizer.restore_gradients(gradients)
@@ -313,7 +323,13 @@ class MicroBatchRunner:
             outputs = {name: packed.unpack(values) for name, values in outputs.items()}
         loss, metrics = self._loss(outputs, micro, loss_fn, loss_scale)
         loss.backward()
-        return metrics
+        return {**metrics, **self.shared_tokens(packed)}
+
+    def shared_tokens(self, packed: Pack) -> dict[str, Metric]:
+        """The share of a micro-batch's tokens that is not computed."""
+        tokens = packed.repeated + packed.input_ids.numel() * self._parts
+        name, share = f"perf/shared_tokens/{self._label}", packed.repeated / tokens
+        return {name: Metric(share, weight=tokens)} if self._sharing else {}
 
     def _loss(
         self, outputs: dict[str, torch.Tensor], micro: DataProto, loss_fn: LossFn, loss_scale: float
@@ -426,11 +442,6 @@ class MicroBatchRunner:
         finally:
             if self.optimizer is not None:
                 self.optimizer.zero_grad()
-
-
-def _together(batch: DataProto) -> int:
-    """How many consecutive rows stay in one micro-batch (`verl.engines.base`)."""
-    return int(batch.meta_info.get("rows_together", 1))
 
 
 def sum_of(outputs: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -87,6 +87,7 @@ class EngineSettings:
             label=self.kind,
             max_tokens=budget.best_tokens(layer_weights) if on_gpu else budget.CAP_CPU,
             activation_offload=ActivationOffload(self.device) if offloads else None,
+            share_prefixes=bool(self.model.share_prefixes),
             moments_on_host=bool(section.optimizer_offload),
             **more,
         )

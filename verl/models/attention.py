@@ -19,6 +19,7 @@ from functools import lru_cache
 from itertools import groupby
 from typing import Any, Literal, NamedTuple, Protocol, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -156,6 +157,12 @@ def keep_score_cap(model: Any) -> None:
         model.set_attn_implementation("eager")
 
 
+def send(values: torch.Tensor | np.ndarray, device: torch.device) -> torch.Tensor:
+    """To the device without waiting for it."""
+    x = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
+
 class PackedAttention:
     """Attention within each sequence of a pack: the tokens of sequence i are those from cu_seqlens[i] to [i+1].
 
@@ -220,40 +227,6 @@ class PackedAttention:
                 same_sequence_causal, None, None, total, total, device=device
             )
         return self._flex_masks[window]
-
-
-class SharedPrefixAttention:
-    """Attention of a pack in which the common beginning of some rows, such as the prompt of a pair, is there once.
-
-    First come all beginnings (`prefixes`: their lengths), then what follows in each row: (queries, keys) of each, whose
-    keys are the beginning's and its own, `key_index` in the pack. Each kind is an ordinary causal attention in which
-    the last query sees the last key."""
-
-    def __init__(
-        self,
-        prefixes: Sequence[int],
-        rests: Sequence[tuple[int, int]],
-        key_index: torch.Tensor,
-        device: torch.device,
-    ) -> None:
-        self._prefix = PackedAttention.from_lengths(prefixes, device)
-        self._split = sum(prefixes)
-        self.rests, self._key_index = tuple(rests), key_index
-        self._bounds = [PackedAttention.from_lengths(side, device) for side in zip(*rests, strict=True)]
-
-    def attend(self, call: AttentionCall) -> torch.Tensor:
-        q, k, v = call[:3]
-        first = self._prefix.attend(call.on(*(x[:, :, : self._split] for x in (q, k, v))))
-        k, v = (x.index_select(2, self._key_index) for x in (k, v))
-        queries, keys = self._bounds
-        longest = max(keys.lengths)
-        call = call.on(q[:, :, self._split :], k, v).within(longest)
-        if call.backend(uniform=False) == "varlen":
-            ends = (keys.cu_seqlens, longest)
-            rest = varlen_attention(call, queries.cu_seqlens, max(queries.lengths), ends)
-        else:
-            rest = dense_runs(call, self.rests)
-        return torch.cat([first, rest], dim=1)
 
 
 def dense_runs(call: AttentionCall, lengths: Sequence[tuple[int, int]]) -> torch.Tensor:

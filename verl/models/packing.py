@@ -18,9 +18,10 @@ import torch
 from torch import nn
 
 from verl.errors import DataError
-from verl.models.attention import AttentionContext, Backend, PackedAttention, SharedPrefixAttention
+from verl.models.attention import AttentionContext, Backend, PackedAttention, send
 from verl.models.fused_linear import HeadOptions, fused_head
 from verl.models.introspection import backbone_of, output_head, row_lengths
+from verl.models.shared_prefixes import PrefixTree, RowCopies, SharedPrefixAttention, copy_rows, spans
 from verl.models.value_model import ValueModel
 
 if TYPE_CHECKING:
@@ -52,6 +53,10 @@ class Pack:
     row_lengths: np.ndarray | None = None
     """Of each token of `input_ids`, how long its sequence is; None where all may have the frequencies of short ones
     (`verl.models.introspection`)."""
+    repeated: int = 0
+    """How many tokens of the batch are not computed: the pack has them once for several rows."""
+    source_copies: RowCopies | None = None
+    """The same as `source` where several targets have one source."""
     hidden: torch.Tensor | None = None
     """The backbone's output [1, N or more, D] where it has run already (`verl.engines.backbone_graphs`)."""
 
@@ -66,6 +71,12 @@ class Pack:
             "attention_mask": self.position_ids.new_zeros((1, 1, 1, 1)),
             "verl_attn": self.attention,
         }
+
+    def sources_of(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[N or more, D] -> [M, D]: the hidden states that predict the targets."""
+        if self.source_copies is None:
+            return hidden.index_select(0, self.source)
+        return copy_rows(hidden, self.source_copies)
 
     def unpack(self, values: torch.Tensor) -> torch.Tensor:
         """[M, ...] -> [rows, width, ...], keeping gradients."""
@@ -115,11 +126,6 @@ def check_batch(input_ids: torch.Tensor, attention_mask: torch.Tensor, response_
         )
 
 
-def _send(values: torch.Tensor | np.ndarray, device: torch.device) -> torch.Tensor:
-    x = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
-
-
 def pad(
     input_ids: torch.Tensor, attention_mask: torch.Tensor, response_mask: torch.Tensor, device: torch.device
 ) -> Pack:
@@ -137,15 +143,15 @@ def pad(
     columns = torch.arange(longest)[None, :]
     before = (row * longest + position - 1)[:, length - width :]
     return Pack(
-        input_ids=_send(ids, device),
-        position_ids=_send(columns.expand(rows, longest).contiguous(), device),
+        input_ids=send(ids, device),
+        position_ids=send(columns.expand(rows, longest).contiguous(), device),
         attention=None,
-        source=_send(before[wanted], device),
-        target=_send(input_ids[:, length - width :][wanted], device),
-        slot=_send(wanted.flatten().nonzero().squeeze(1), device),
+        source=send(before[wanted], device),
+        target=send(input_ids[:, length - width :][wanted], device),
+        slot=send(wanted.flatten().nonzero().squeeze(1), device),
         rows=rows,
         width=width,
-        attention_mask=_send((columns < lengths[:, None]).to(attention_mask.dtype), device),
+        attention_mask=send((columns < lengths[:, None]).to(attention_mask.dtype), device),
         row_lengths=lengths.clamp(min=1)[:, None].expand(rows, longest).numpy(),
     )
 
@@ -171,93 +177,52 @@ def pack(
     slot = order[:, None] * width + np.arange(width)[None, :]
     lengths = attended.sum(axis=1)
     return Pack(
-        input_ids=_send(ids[attended][None], device),
-        position_ids=_send(position[attended][None], device),
+        input_ids=send(ids[attended][None], device),
+        position_ids=send(position[attended][None], device),
         attention=PackedAttention.from_lengths(lengths[lengths > 0].tolist(), device, backend),
-        source=_send(index[:, first:][wanted] - 1, device),
-        target=_send(ids[:, first:][wanted], device),
-        slot=_send(slot[wanted], device),
+        source=send(index[:, first:][wanted] - 1, device),
+        target=send(ids[:, first:][wanted], device),
+        slot=send(slot[wanted], device),
         rows=rows,
         width=width,
         row_lengths=np.repeat(lengths, lengths)[None],
     )
 
 
-def shared_lengths(input_ids: torch.Tensor, attention_mask: torch.Tensor, together: int) -> torch.Tensor:
-    """[B / together]: of each `together` consecutive rows, how many tokens they all begin with."""
-    rows, length = input_ids.shape
-    attended = attention_mask.bool()
-    position = attended.long().cumsum(dim=1) - 1
-    compact = torch.full((rows, length), -1, dtype=torch.long)
-    row = torch.arange(rows)[:, None].expand(rows, length)
-    compact[row[attended], position[attended]] = input_ids[attended]
-    units = compact.unflatten(0, (-1, together))
-    same = ((units == units[:, :1]) & (units >= 0)).all(dim=1)
-    return same.long().cumprod(dim=1).sum(dim=1)
-
-
-def token_counts(input_ids: torch.Tensor, attention_mask: torch.Tensor, together: int) -> list[int]:
-    """The tokens each row adds to a pack, where the beginning that `together` rows share counts for the first."""
-    lengths = attention_mask.sum(dim=1, dtype=torch.long)
-    if together > 1 and len(lengths):
-        shared = shared_lengths(input_ids, attention_mask, together).repeat_interleave(together)
-        lengths = torch.where(torch.arange(len(lengths)) % together > 0, lengths - shared, lengths)
-    counts: list[int] = lengths.tolist()
-    return counts
-
-
 def pack_shared(
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor,
-    response_mask: torch.Tensor,
-    device: torch.device,
-    together: int,
+    input_ids: torch.Tensor, attention_mask: torch.Tensor, response_mask: torch.Tensor, device: torch.device
 ) -> Pack:
-    """As `pack`, with the common beginning of each `together` consecutive rows in the pack once. Outputs are the same:
-    a token's hidden state depends on the tokens before it only. (Not where a row outgrows `position_limit`.)"""
-    shared = shared_lengths(input_ids, attention_mask, together)
-    rows, length = input_ids.shape
-    width = response_mask.shape[1]
-    attended, wanted = attention_mask.bool(), response_mask.bool()
-    position = attended.long().cumsum(dim=1) - 1
-    prefix = shared.repeat_interleave(together)
-    rest = attended.sum(dim=1) - prefix
-    if not (shared.any() and rest.any()):
+    """As `pack`, with the common beginnings of rows in the pack once."""
+    tree = PrefixTree.of(input_ids.numpy(), attention_mask.numpy())
+    starts, ends, first, last = np.array(tree.nodes(), dtype=np.int64).reshape(-1, 4).T
+    own, rows = ends - starts, last - first
+    repeated = int(tree.lengths.sum() - own.sum())
+    if not repeated:
         return pack(input_ids, attention_mask, response_mask, device)
-    # Beginnings first, then the rests, each in the order of their lengths, so that equal ones are neighbours.
-    prefix_order = shared.argsort(stable=True)
-    rest_order = (prefix * (length + 1) + rest).argsort(stable=True)
-    prefix_start = torch.empty_like(shared)
-    prefix_start[prefix_order] = shared[prefix_order].cumsum(0) - shared[prefix_order]
-    rest_start = torch.empty_like(rest)
-    rest_start[rest_order] = rest[rest_order].cumsum(0) - rest[rest_order] + shared.sum()
-    first = prefix_start.repeat_interleave(together)
-
-    def index_of(at: torch.Tensor) -> torch.Tensor:
-        """Where in the pack position `at` [B, L] of each row is."""
-        return torch.where(at < prefix[:, None], first[:, None] + at, (rest_start - prefix)[:, None] + at)
-
-    index = index_of(position)
-    tokens = int(shared.sum() + rest.sum())
-    ids, positions = torch.empty(tokens, dtype=torch.long), torch.empty(tokens, dtype=torch.long)
-    ids[index[attended]] = input_ids[attended]
-    positions[index[attended]] = position[attended]
-    present = [row for row in rest_order.tolist() if rest[row] > 0]
-    keys = [index[row][attended[row]] for row in present]
+    # Of each row that a node is in: where each of the node's tokens is in the pack.
+    index = np.zeros_like(tree.tokens)
+    row = np.repeat(tree.order[spans(first, rows)], np.repeat(own, rows))
+    position = spans(np.repeat(starts, rows), np.repeat(own, rows))
+    index[row, position] = spans(np.repeat(own.cumsum() - own, rows), np.repeat(own, rows))
+    some, position = tree.order[first], spans(starts, own)
+    key_index = index[np.repeat(some, ends), spans(np.zeros_like(ends), ends)]
+    column = input_ids.shape[1] - response_mask.shape[1]
+    wanted = response_mask.numpy() != 0
+    before = (attention_mask.numpy() != 0).cumsum(axis=1)[:, column:] - 2
+    source = np.take_along_axis(index, np.maximum(before, 0), axis=1)[wanted]
     return Pack(
-        input_ids=_send(ids.unsqueeze(0), device),
-        position_ids=_send(positions.unsqueeze(0), device),
+        input_ids=send(tree.tokens[np.repeat(some, own), position][None] - 1, device),
+        position_ids=send(position[None], device),
         attention=SharedPrefixAttention(
-            [int(n) for n in shared[prefix_order] if n > 0],
-            [(int(rest[row]), len(key)) for row, key in zip(present, keys, strict=True)],
-            _send(torch.cat(keys), device),
-            device,
+            list(zip(own.tolist(), ends.tolist(), strict=True)), key_index, device
         ),
-        source=_send(index_of(position - 1)[:, length - width :][wanted], device),
-        target=_send(input_ids[:, length - width :][wanted], device),
-        slot=_send(wanted.flatten().nonzero().squeeze(1), device),
-        rows=rows,
-        width=width,
+        source=send(source, device),
+        target=send(input_ids.numpy()[:, column:][wanted], device),
+        slot=send(wanted.ravel().nonzero()[0], device),
+        rows=len(input_ids),
+        width=response_mask.shape[1],
+        repeated=repeated,
+        source_copies=RowCopies.of(source, int(own.sum()), device),
     )
 
 
@@ -267,28 +232,39 @@ def part_of(whole: Pack, sequence: SequenceGroup, device: torch.device) -> Pack:
     The pack is first padded with a sequence of its own, so that all ranks have equally many tokens."""
     from verl.models.ulysses import UlyssesAttention
 
-    assert isinstance(whole.attention, PackedAttention) and whole.row_lengths is not None
     tokens = whole.input_ids.shape[1]
     each = -(-tokens // sequence.size)
     padding = each * sequence.size - tokens
     first = sequence.rank * each
     mine = slice(first, first + each)
     own = (whole.source >= first) & (whole.source < first + each)
-    lengths = [*whole.attention.lengths, padding] if padding else whole.attention.lengths
+    attention: AttentionContext
+    row_lengths = copies = None
+    if isinstance(whole.attention, SharedPrefixAttention):
+        segments, key_index = whole.attention.segments, whole.attention.key_index
+        if padding:
+            segments = (*segments, (padding, padding))
+            key_index = np.concatenate([key_index, np.arange(tokens, tokens + padding)])
+        attention = SharedPrefixAttention(segments, key_index, device)
+        copies = RowCopies.of((whole.source[own] - first).numpy(), each, device)
+    else:
+        assert isinstance(whole.attention, PackedAttention) and whole.row_lengths is not None
+        lengths = [*whole.attention.lengths, padding] if padding else whole.attention.lengths
+        attention = PackedAttention.from_lengths(lengths, device, whole.attention.backend)
+        row_lengths = np.pad(whole.row_lengths, ((0, 0), (0, padding)), constant_values=padding)[:, mine]
     return replace(
         whole,
-        input_ids=_send(nn.functional.pad(whole.input_ids, (0, padding))[:, mine], device),
-        position_ids=_send(
+        input_ids=send(nn.functional.pad(whole.input_ids, (0, padding))[:, mine], device),
+        position_ids=send(
             torch.cat([whole.position_ids, torch.arange(padding)[None]], dim=1)[:, mine], device
         ),
-        attention=UlyssesAttention(
-            PackedAttention.from_lengths(lengths, device, whole.attention.backend), sequence
-        ),
-        source=_send(whole.source[own] - first, device),
-        target=_send(whole.target[own], device),
-        slot=_send(whole.slot[own], device),
+        attention=UlyssesAttention(attention, sequence),
+        source=send(whole.source[own] - first, device),
+        target=send(whole.target[own], device),
+        slot=send(whole.slot[own], device),
         sequence=sequence,
-        row_lengths=np.pad(whole.row_lengths, ((0, 0), (0, padding)), constant_values=padding)[:, mine],
+        row_lengths=row_lengths,
+        source_copies=copies,
     )
 
 
@@ -304,7 +280,7 @@ def hidden_of_targets(model: Any, pack: Pack) -> torch.Tensor:
     if hidden is None:
         with row_lengths(pack.row_lengths):
             hidden = backbone_of(model)(**pack.model_inputs()).last_hidden_state
-    return hidden.flatten(0, 1).index_select(0, pack.source)
+    return pack.sources_of(hidden.flatten(0, 1))
 
 
 def head_outputs(

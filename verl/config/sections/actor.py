@@ -27,6 +27,11 @@ class ModelConfig:
     enable_gradient_checkpointing: bool = key(False, "recompute activations in the backward pass")
     enable_activation_offload: bool = key(False, "keep activations in host memory", used_if="@gpu")
     use_remove_padding: bool = key(True, "pack sequences without padding; False: padded micro-batches")
+    share_prefixes: bool = key(
+        True,
+        "compute common beginnings of rows, such as a group's prompt, once",
+        used_if=".use_remove_padding",
+    )
     peft_type: str = key("lora", "kind of adapter", known=("lora",), used_if=".lora_rank")
     lora_rank: int = key(0, "rank of the LoRA adapters; 0: train all weights", ge=0)
     lora_alpha: int = key(

@@ -94,7 +94,7 @@ class StageModel(nn.Module):
         self, pack: Pack, hidden: torch.Tensor, options: HeadOptions | None = None
     ) -> dict[str, torch.Tensor]:
         """On the last stage: what `packed_forward` returns, of each target [M], from the last layer's output."""
-        hidden = self.gpt.decoder.final_layernorm(hidden.flatten(0, 1).index_select(0, pack.source))
+        hidden = self.gpt.decoder.final_layernorm(pack.sources_of(hidden.flatten(0, 1)))
         if self.value_head:
             score = self.score
             values = nn.functional.linear(hidden.float(), score.weight.float(), score.bias.float())

@@ -114,8 +114,7 @@ class PipelineRunner(MicroBatchRunner):
             yield self.pack(batch[rows]) if rows else self.dummy_batch()
 
     def _checked_split(self, batch: DataProto, kind: PassKind) -> list[list[int]]:
-        together = int(batch.meta_info.get("rows_together", 1))
-        splits = self._micro_batches.split(list(range(len(batch))), self.token_counts(batch), kind, together)
+        splits = self._micro_batches.split(*self.units(batch, kind), kind)
         stages = self._groups.layout.pp
         if len(splits) < stages and kind not in self._warned:
             self._warned.add(kind)
@@ -208,7 +207,8 @@ class PipelineRunner(MicroBatchRunner):
             if not splits[at]:
                 return sum_of(found)
             outputs = {name: packed.unpack(values) for name, values in found.items()}
-            loss, metrics[at] = self._loss(outputs, batch[splits[at]], loss_fn, loss_scale)
+            loss, found_metrics = self._loss(outputs, batch[splits[at]], loss_fn, loss_scale)
+            metrics[at] = {**found_metrics, **self.shared_tokens(packed)}
             return loss
 
         with self._halting_out_of_memory("train"):

@@ -300,6 +300,36 @@ def _launch_rotary(
     return outs[0].transpose(1, 2), outs[1].transpose(1, 2)
 
 
+@triton.jit
+def _sum_copies(grad_ptr, order_ptr, bounds_ptr, sum_ptr, columns, COPIES: tl.constexpr, BLOCK: tl.constexpr):
+    """One program for each row: the sum of its copies, in the order of `order`."""
+    row = tl.program_id(0)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < columns
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    first = tl.load(bounds_ptr + row)
+    last = tl.load(bounds_ptr + row + 1)
+    for start in range(first, last, COPIES):
+        number = start + tl.arange(0, COPIES)
+        copy = tl.load(order_ptr + number, mask=number < last, other=0)
+        mask = (number < last)[:, None] & inside[None, :]
+        part = tl.load(grad_ptr + copy[:, None] * columns + at[None, :], mask=mask, other=0.0)
+        total += tl.sum(part.to(tl.float32), axis=0)
+    tl.store(sum_ptr + row.to(tl.int64) * columns + at, total.to(sum_ptr.dtype.element_ty), mask=inside)
+
+
+def sum_copies(grad: torch.Tensor, order: torch.Tensor, bounds: torch.Tensor, rows: int) -> torch.Tensor:
+    """[M, ...] -> [rows, ...]: the sum over each row's copies, `order[bounds[i]:bounds[i + 1]]`; 0 for further rows."""
+    known = len(bounds) - 1
+    total = grad.new_empty(rows, *grad.shape[1:])
+    total[known:].zero_()
+    columns = total[:1].numel()
+    block = min(triton.next_power_of_2(columns), 512)
+    grid = (known, triton.cdiv(columns, block))
+    _sum_copies[grid](grad, order, bounds, total, columns, COPIES=16, BLOCK=block)
+    return total
+
+
 class _Rotary(torch.autograd.Function):
     @staticmethod
     def forward(
