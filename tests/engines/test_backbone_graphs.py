@@ -17,13 +17,23 @@ def test_a_size_holds_its_pack_and_wastes_little(lengths):
     padded = padded_lengths(lengths, size)
     assert padded[: len(lengths)] == lengths and sum(padded) == size.tokens and len(padded) == size.sequences
     assert max(padded) <= size.longest < 2 * max(max(lengths), 128)
-    assert size.tokens <= max(sum(lengths) * 17 / 16, sum(lengths) + 64)
+    assert size.tokens <= max(sum(lengths) * 9 / 8, sum(lengths) + 64)
+    assert size.sequences <= max((len(lengths) + 8) * 5 / 4, len(lengths) + 16)
 
 
 def test_batches_of_one_run_share_few_sizes():
     generator = torch.Generator().manual_seed(0)
     rows = torch.empty(200, 64).log_normal_(5.4, 0.45, generator=generator).clamp(4, 1024).long()
-    assert len({graph_size(lengths.tolist()) for lengths in rows}) < 40
+    assert len({graph_size(lengths.tolist()) for lengths in rows}) < 30
+
+
+def test_mini_batches_of_which_rows_are_left_out_share_few_sizes():
+    """Between a quarter and a half of 1,024 rows, which end at 360 tokens at most."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.empty(100, 1024).log_normal_(5.4, 0.3, generator=generator).clamp(60, 360).long()
+    counts = torch.randint(256, 512, (100,), generator=generator)
+    sizes = {graph_size(row[:count].tolist()) for row, count in zip(rows, counts, strict=True)}
+    assert len(sizes) < 20
 
 
 class Replayed:
@@ -131,8 +141,78 @@ def test_a_model_that_cannot_be_captured_is_launched_and_that_is_said_once(tools
     monkeypatch.setattr(Recorder, "fails", "operation not permitted when stream is capturing\nmore")
     for engine in pair:
         engine.forward_backward(tools.batch(), tools.policy_loss)
-    assert difference(tools, pair) == 0
+    assert difference(tools, pair) < 0.03
     assert caplog.text.count("cannot be captured as CUDA graphs (operation not permitted") == 1
+
+
+def micro_gradients(tools, engine, seed=0):
+    engine.forward_backward(tools.batch(seed=seed)[[0, 1, 2]], tools.policy_loss)
+    found = {name: gradient.float().clone() for name, gradient in tools.gradients(engine).items()}
+    engine.zero_grad()
+    return found
+
+
+def test_a_size_is_captured_when_it_is_met_again_and_gives_the_same_numbers(tools, pair):
+    graphs = tools.runner(pair[0]).graphs
+    launched = micro_gradients(tools, pair[0])
+    assert graphs.captured == 0
+    replayed = micro_gradients(tools, pair[0])
+    assert graphs.captured == 1
+    for name, gradient in launched.items():
+        torch.testing.assert_close(replayed[name], gradient, rtol=0, atol=0)
+
+
+def test_passes_beyond_the_memory_share_are_launched_with_the_same_numbers(tools, pair, monkeypatch):
+    allocated = iter(range(0, 100_000, 1000))
+    monkeypatch.setattr(backbone_graphs, "_allocated", lambda device: next(allocated))
+    graphs = tools.runner(pair[0]).graphs
+    graphs._most_bytes = 999
+    launched = micro_gradients(tools, pair[0])
+    again = micro_gradients(tools, pair[0])
+    assert graphs.captured == 0
+    graphs._most_bytes = 1000
+    replayed = micro_gradients(tools, pair[0])
+    assert graphs.captured == 1
+    for name, gradient in launched.items():
+        torch.testing.assert_close(again[name], gradient, rtol=0, atol=0)
+        torch.testing.assert_close(replayed[name], gradient, rtol=0, atol=0)
+
+
+def test_graphs_are_released_when_memory_runs_out(tools, pair):
+    runner = tools.runner(pair[0])
+    for _ in range(2):
+        micro_gradients(tools, pair[0])
+    assert runner.graphs.captured == 1
+
+    def fails(rows):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    runner.run_or_oom(fails, [0], [5])
+    assert runner.graphs.captured == 0
+
+
+@pytest.mark.parametrize(
+    ("layer_weights", "best", "expected"),
+    [(3.54e6, 131072, 49152), (46.8e6, 16384, 16384), (15e6, 16384, 11264), (1e6, 16384, 16384)],
+)
+def test_micro_batches_of_small_models_are_such_that_they_are_captured(
+    tools, pair, layer_weights, best, expected
+):
+    runner = tools.runner(pair[0])
+    graphs = BackboneGraphs(runner._model, runner.optimizer, torch.device("cpu"), layer_weights)
+    assert graphs.tokens_within(best) == expected
+    assert graph_size([128] * (expected // 128)).tokens == expected
+
+
+def test_the_engine_knows_what_generation_takes_of_the_device():
+    from verl.config.schema import ActorConfig, ModelConfig, RolloutConfig
+    from verl.engines.settings import read_settings
+
+    rollout = RolloutConfig(gpu_memory_utilization=0.7)
+    options = {"device": "cpu", "log_prob_cfg": rollout}
+    settings = read_settings("actor", ModelConfig(), ActorConfig(), **options)
+    assert settings.rollout_memory == 0.7
+    assert read_settings("actor", ModelConfig(), ActorConfig(), device="cpu").rollout_memory == 0
 
 
 def test_large_packs_are_not_captured(tools, pair):

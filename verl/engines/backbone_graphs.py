@@ -1,8 +1,10 @@
 """The backbone's forward and backward pass over a small micro-batch as CUDA graphs.
 
 A pass launches thousands of kernels; for few tokens each takes less time than its launch, and the device waits for the
-host. A graph is captured when a size of pack is first met and replayed from then on. Packs are padded to a few sizes
-with sequences of their own, whose outputs are not read and whose gradients are therefore zero: results stay the same.
+host. Packs are padded to a few sizes with sequences of their own, whose outputs are not read and whose gradients are
+therefore zero: results stay the same. A size is launched kernel by kernel when it is first met, and captured and
+replayed from then on, if its memory stays within a share of the device's. Both run the same kernels over the same
+shapes, so that results do not depend on what was captured before: a resumed run has the numbers of one that went on.
 Output head and loss are launched while the device works on the graph.
 """
 
@@ -24,13 +26,13 @@ from verl.models.vmm_buffer import GraphRecorder
 
 log = logging.getLogger(__name__)
 
-MOST_WORK = 1.2e11
+MOST_WORK = 1.75e11
 """Tokens times weights of a decoder layer up to which a pass is captured: beyond, the device is busy longer than the
-host needs to launch its kernels, and a graph would only keep memory (32k tokens of SmolLM2-135M, 2.5k of 1.5B)."""
+host needs to launch its kernels, and a graph would only keep memory (49k tokens of SmolLM2-135M, 3.7k of 1.5B)."""
+MEMORY_SHARE = 0.2
+"""Of the device, that the graphs of one model may keep: what `verl.engines.budget` leaves free."""
 _MOST_SIZES = 128
-"""Captured; packs of further sizes are launched kernel by kernel."""
 _SHORTEST = 128
-_SEQUENCES = 8
 
 
 @dataclass(frozen=True)
@@ -43,15 +45,21 @@ class Size:
 
 
 def graph_size(lengths: Sequence[int]) -> Size:
-    """The size to run sequences of these lengths in: at most a sixteenth more tokens, so that a run meets few sizes."""
+    """The size to run sequences of these lengths in: at most an eighth more tokens and a quarter more sequences (empty
+    ones cost a fraction of others), so that a run meets few sizes."""
     tokens = sum(lengths)
-    step = max(1 << max((tokens - 1).bit_length() - 5, 0), 64)
-    padded = -(-tokens // step) * step
+    padded = _rounded(tokens, 8, 64)
     longest = max(1 << (max(lengths) - 1).bit_length(), _SHORTEST)
     if max(lengths) <= longest * 3 // 4 and longest > _SHORTEST:
         longest = longest * 3 // 4
     sequences = len(lengths) + max(-(-(padded - tokens) // longest), 1)
-    return Size(padded, -(-sequences // _SEQUENCES) * _SEQUENCES, longest)
+    return Size(padded, _rounded(sequences, 4, 8), longest)
+
+
+def _rounded(count: int, parts: int, least: int) -> int:
+    """Up to one of `parts` numbers between two powers of two, and to a multiple of `least`."""
+    step = max((1 << (count - 1).bit_length()) // (2 * parts), least)
+    return -(-count // step) * step
 
 
 def padded_lengths(lengths: Sequence[int], size: Size) -> list[int]:
@@ -64,6 +72,10 @@ def padded_lengths(lengths: Sequence[int], size: Size) -> list[int]:
     return found + [0] * (size.sequences - len(found))
 
 
+class _CannotCapture(RuntimeError):
+    pass
+
+
 class _FixedAttention(PackedAttention):
     """Of a captured pass: the bounds of sequences are read from the device at every replay."""
 
@@ -73,67 +85,44 @@ class _FixedAttention(PackedAttention):
     def attend(self, call: AttentionCall) -> torch.Tensor:
         call = call.within(self.lengths[0])
         if call.backend(uniform=False) != "varlen":
-            raise RuntimeError("its attention has no kernel for sequences of any length")
+            raise _CannotCapture("its attention has no kernel for sequences of any length")
         return varlen_attention(call, self.cu_seqlens, self.lengths[0])
 
 
-class _CapturedPass:
-    """Both graphs of one size and the tensors they read and write."""
+@dataclass(frozen=True)
+class _Ends:
+    """What all captured passes write and read, [1, most tokens, D]: their hidden states and the gradients of these."""
 
-    names: list[str]
-    """Of the parameters the backward pass adds gradients to."""
+    hidden: torch.Tensor
+    gradient: torch.Tensor
 
-    def __init__(
-        self, model: Any, size: Size, recorder: GraphRecorder, optimizer: MasterAdamW, device: torch.device
-    ) -> None:
-        from verl.models.kernels.adamw import AddAll
 
+class _PaddedPass:
+    """A pass over packs of one size: the tensors it reads and, once it is captured, both its graphs."""
+
+    graphs: tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph] | None = None
+    bytes: int = 0
+    """That its activations take."""
+
+    def __init__(self, model: Any, size: Size, optimizer: MasterAdamW, device: torch.device) -> None:
         at = torch.arange(size.tokens, device=device)
         bounds = torch.arange(size.sequences + 1, device=device) * size.longest
+        self.size, self._optimizer, self._device = size, optimizer, device
         self.input_ids = torch.zeros_like(at)[None]
         self.position_ids = (at % size.longest)[None]
         self.cu_seqlens = bounds.clamp(max=size.tokens).int()
         nothing, attention = at[:0], _FixedAttention(self.cu_seqlens, size)
-        pack = Pack(self.input_ids, self.position_ids, attention, nothing, nothing, nothing, 0, 0)
-        backbone = backbone_of(model)
+        self._pack = Pack(self.input_ids, self.position_ids, attention, nothing, nothing, nothing, 0, 0)
+        self._backbone = backbone_of(model)
         names = {id(param): name for name, param in optimizer.params.items()}
         # The model runs on aliases: autograd would wait for the stream on which the parameters themselves were first
         # used, which is not the one that captures.
-        aliases = {
+        self._aliases = {
             name: param.detach().requires_grad_()
-            for name, param in backbone.named_parameters()
+            for name, param in self._backbone.named_parameters()
             if id(param) in names
         }
-        owners = [names[id(param)] for param in backbone.parameters() if id(param) in names]
-
-        def forward() -> torch.Tensor:
-            out = torch.func.functional_call(backbone, aliases, kwargs=pack.model_inputs())
-            return out.last_hidden_state  # type: ignore[no-any-return]
-
-        def gradients() -> tuple[torch.Tensor | None, ...]:
-            return torch.autograd.grad(
-                self.hidden, list(aliases.values()), self.grad_hidden, allow_unused=True
-            )
-
-        def both() -> None:
-            self.hidden = forward()
-            self.grad_hidden = torch.zeros_like(self.hidden)
-            used = [gradient is not None for gradient in gradients()]
-            self.names = list(compress(owners, used))
-
-        def keep_hidden() -> None:
-            self.hidden = forward()
-
-        def add() -> None:
-            adder.launch([gradient.contiguous() for gradient in gradients() if gradient is not None])
-
-        self.forward = recorder.record(keep_hidden, warm_up=both)
-        sums = optimizer.fixed_sums()
-        adder = AddAll([sums[name] for name in self.names], self.hidden.dtype)
-        self.backward = recorder.record(add, warm_up=lambda: adder.launch([]))
-        adder.write_table()
-        self._adder = adder
-        self.hidden = self.hidden.detach()
+        self._owners = [names[id(param)] for param in self._backbone.parameters() if id(param) in names]
 
     def fill(self, pack: Pack, lengths: Sequence[int]) -> None:
         count = pack.input_ids.shape[1]
@@ -143,23 +132,78 @@ class _CapturedPass:
         torch.cumsum(torch.tensor(lengths, dtype=torch.int32), 0, out=bounds[1:])
         self.cu_seqlens.copy_(bounds, non_blocking=True)
 
+    @torch.enable_grad()
+    def _forward(self) -> torch.Tensor:
+        inputs = self._pack.model_inputs()
+        out = torch.func.functional_call(self._backbone, self._aliases, kwargs=inputs)
+        self._hidden: torch.Tensor | None = out.last_hidden_state
+        return self._hidden.detach()  # type: ignore[union-attr]
 
-class _Replay(torch.autograd.Function):
+    def _gradients(self, grad_hidden: torch.Tensor) -> list[torch.Tensor]:
+        """Of the parameters `names`."""
+        hidden, self._hidden = self._hidden, None
+        assert hidden is not None
+        gradients = torch.autograd.grad(hidden, list(self._aliases.values()), grad_hidden, allow_unused=True)
+        self.names = list(compress(self._owners, [gradient is not None for gradient in gradients]))
+        return [gradient.contiguous() for gradient in gradients if gradient is not None]
+
+    def forward(self) -> torch.Tensor:
+        if self.graphs is not None:
+            self.graphs[0].replay()
+            return self._ends.hidden[:, : self.size.tokens]
+        before = _allocated(self._device)
+        hidden = self._forward()
+        self.bytes, self.width, self.dtype = _allocated(self._device) - before, hidden.shape[2:], hidden.dtype
+        return hidden
+
+    def backward(self, grad_hidden: torch.Tensor) -> None:
+        """Add the gradients to the optimiser's sums."""
+        if self.graphs is not None:
+            self._ends.gradient[:, : self.size.tokens].copy_(grad_hidden)
+            self._optimizer.begin_fixed_sums(self.names)
+            self.graphs[1].replay()
+            return
+        gradients, sums = self._gradients(grad_hidden), self._optimizer.fixed_sums()
+        self._optimizer.begin_fixed_sums(self.names)
+        torch._foreach_add_([sums[name] for name in self.names], gradients)
+
+    def capture(self, recorder: GraphRecorder, ends: _Ends) -> None:
+        from verl.models.kernels.adamw import AddAll
+
+        hidden, grad_hidden = ends.hidden[:, : self.size.tokens], ends.gradient[:, : self.size.tokens]
+
+        def keep_hidden() -> None:
+            hidden.copy_(self._forward())
+
+        def both() -> None:
+            keep_hidden()
+            self._gradients(grad_hidden)
+
+        def add() -> None:
+            adder.launch(self._gradients(grad_hidden))
+
+        forward = recorder.record(keep_hidden, warm_up=both)
+        sums = self._optimizer.fixed_sums()
+        adder = AddAll([sums[name] for name in self.names], hidden.dtype)
+        backward = recorder.record(add, warm_up=lambda: adder.launch([]))
+        adder.write_table()
+        self._adder, self._ends, self.graphs = adder, ends, (forward, backward)
+
+
+def _allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+class _Run(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, trigger: torch.Tensor, captured: _CapturedPass, optimizer: MasterAdamW
-    ) -> torch.Tensor:
-        ctx.captured, ctx.optimizer = captured, optimizer
-        captured.forward.replay()
-        return captured.hidden.detach()
+    def forward(ctx: Any, trigger: torch.Tensor, padded: _PaddedPass) -> torch.Tensor:
+        ctx.padded = padded
+        return padded.forward().detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None]:  # type: ignore[override]
-        captured: _CapturedPass = ctx.captured
-        captured.grad_hidden.copy_(grad)
-        ctx.optimizer.begin_fixed_sums(captured.names)
-        captured.backward.replay()
-        return None, None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None]:  # type: ignore[override]
+        ctx.padded.backward(grad)
+        return None, None
 
 
 class BackboneGraphs:
@@ -172,20 +216,40 @@ class BackboneGraphs:
         device: torch.device,
         layer_weights: float,
         longest: int | None = None,
+        memory_share: float = MEMORY_SHARE,
     ) -> None:
-        """`longest`: sequences of more tokens have other rotary frequencies, which a graph cannot choose."""
+        """`longest`: sequences of more tokens have other rotary frequencies, which a graph cannot choose.
+        `memory_share`: of the device, that activations and sums of gradients may keep."""
         self._longest = longest
         self._model, self._optimizer, self._device = model, optimizer, device
         self._most_tokens = int(MOST_WORK / layer_weights)
+        sums = 4 * sum(param.numel() for param in optimizer.params.values())
+        self._most_bytes = (
+            memory_share * torch.cuda.mem_get_info(device)[1] - sums if device.type == "cuda" else 0
+        )
         self._trigger = torch.zeros((), device=device, requires_grad=True)
         self._parameters = list(model.parameters())
         self._addresses: list[int] = []
-        self._working = True
-        self._forget()
+        self._working = self._most_bytes >= 0
+        self.release()
 
-    def _forget(self) -> None:
-        self._recorder = GraphRecorder(self._device)
-        self._passes: dict[Size, _CapturedPass] = {}
+    def release(self) -> None:
+        """Free the memory of all graphs; they are captured again when their sizes are met."""
+        self._recorder: GraphRecorder | None = None
+        self._ends: _Ends | None = None
+        self._passes: dict[Size, _PaddedPass] = {}
+
+    @property
+    def captured(self) -> int:
+        return sum(each.graphs is not None for each in self._passes.values())
+
+    def tokens_within(self, best: int) -> int:
+        """The bound of micro-batches that may have `best` tokens: what can be captured, unless that is much less than
+        the device is fast with."""
+        within = 1 << max(self._most_tokens.bit_length() - 1, 0)
+        while _rounded(within + 1, 8, 64) <= self._most_tokens:
+            within = _rounded(within + 1, 8, 64)
+        return within if self._working and best // 4 <= within < best else best
 
     def hidden(self, pack: Pack) -> torch.Tensor | None:
         """The last hidden states [1, N, D], with gradient, of a pack padded behind; None where it is not to be captured
@@ -193,38 +257,52 @@ class BackboneGraphs:
         attention = pack.attention
         if not self._working or type(attention) is not PackedAttention:
             return None
-        if pack.input_ids.shape[1] > self._most_tokens:
+        size = graph_size(attention.lengths)
+        if size.tokens > self._most_tokens or size.longest > (self._longest or size.longest):
             return None
         addresses = [param.data_ptr() for param in self._parameters]
         if addresses != self._addresses:
-            self._forget()
+            self.release()
             self._addresses = addresses
-        size = graph_size(attention.lengths)
-        if self._longest is not None and size.longest > self._longest:
-            return None
-        captured = self._passes.get(size)
-        if captured is None and len(self._passes) < _MOST_SIZES:
-            captured = self._capture(size)
-        if captured is None:
-            return None
-        captured.fill(pack, padded_lengths(attention.lengths, size))
-        return _Replay.apply(self._trigger, captured, self._optimizer)  # type: ignore[no-any-return]
-
-    def _capture(self, size: Size) -> _CapturedPass | None:
+        known = self._passes.get(size)
+        if known is not None and known.graphs is None and self._fits(known):
+            self._capture(known)
+            if not self._working:
+                return None
+        padded = known or _PaddedPass(self._model, size, self._optimizer, self._device)
+        padded.fill(pack, padded_lengths(attention.lengths, size))
         try:
-            self._passes[size] = _CapturedPass(
-                self._model, size, self._recorder, self._optimizer, self._device
+            hidden: torch.Tensor = _Run.apply(self._trigger, padded)
+        except _CannotCapture as error:
+            self._stop(error)
+            return None
+        self._passes[size] = padded
+        return hidden
+
+    def _fits(self, padded: _PaddedPass) -> bool:
+        """Whether it may be captured. Graphs share their memory, so that the largest of them counts."""
+        return padded.bytes <= self._most_bytes and self.captured < _MOST_SIZES
+
+    def _capture(self, padded: _PaddedPass) -> None:
+        if self._recorder is None or self._ends is None:
+            self._recorder = GraphRecorder(self._device)
+            shape = (1, self._most_tokens, *padded.width)
+            self._ends = _Ends(
+                *(torch.zeros(shape, dtype=padded.dtype, device=self._device) for _ in range(2))
             )
+        try:
+            padded.capture(self._recorder, self._ends)
         except torch.OutOfMemoryError:
-            self._forget()
+            self.release()
             raise
         except RuntimeError as error:
-            log.warning(
-                "training passes are launched kernel by kernel, which is slower for small micro-batches: they cannot "
-                "be captured as CUDA graphs (%s)",
-                str(error).strip().splitlines()[0],
-            )
-            self._working = False
-            self._forget()
-            return None
-        return self._passes[size]
+            self._stop(error)
+
+    def _stop(self, error: RuntimeError) -> None:
+        log.warning(
+            "training passes are launched kernel by kernel, which is slower for small micro-batches: they cannot be "
+            "captured as CUDA graphs (%s)",
+            str(error).strip().splitlines()[0],
+        )
+        self._working = False
+        self.release()

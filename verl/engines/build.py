@@ -112,9 +112,11 @@ def assemble(
         optimizer = MasterAdamW(trained, external=external, **settings.optimizer_options())
         same_dtype = all(param.dtype == settings.dtype for _, param in trained)
         if mesh is None and packed and same_dtype and _captures(settings):
-            from verl.engines.backbone_graphs import BackboneGraphs
+            from verl.engines.backbone_graphs import MEMORY_SHARE, BackboneGraphs
 
-            graphs = BackboneGraphs(module, optimizer, ranks.device, layer_weights, longest and longest[0])
+            share = min(MEMORY_SHARE, 2 * MEMORY_SHARE * (1 - settings.rollout_memory))
+            positions = longest and longest[0]
+            graphs = BackboneGraphs(module, optimizer, ranks.device, layer_weights, positions, share)
     options = settings.runner_options(
         layer_weights,
         packed=packed,

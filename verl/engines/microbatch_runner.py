@@ -368,6 +368,8 @@ class MicroBatchRunner:
         if halt:
             reason = "it cannot be split after ranks have begun to work on it together"
             raise TrainingHalted(report.unrecoverable(self._label, reason))
+        if self.graphs is not None:
+            self.graphs.release()
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -405,6 +407,8 @@ class MicroBatchRunner:
         if self.optimizer is not None:
             reserve = self.optimizer.bytes_to_allocate(kind, self._options.moments_on_host)
         most = self._options.max_tokens
+        if self.graphs is not None and kind == "train":
+            most = self.graphs.tokens_within(most)
         if self._has_logits:  # those an output layer holds at once
             reserve += slice_bytes(most, int(self._text_config.vocab_size), self.device)
         cap = most * self._parts

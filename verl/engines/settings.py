@@ -36,6 +36,8 @@ class EngineSettings:
     max_skipped_steps: int = 3
     bad_batch_dir: Path | None = None
     seed: int = 0
+    rollout_memory: float = 0.0
+    """The share of the device that an engine may fill while it generates on it."""
 
     @property
     def trained(self) -> bool:
@@ -131,4 +133,5 @@ def read_settings(
     train, forward = _micro_batch_sizes(kind, role, role if kind == "ref" else log_prob_cfg)
     schedule = None if kind == "ref" else Schedule.from_config(role.optim, total_steps)
     dtype = parameter_dtype(model.dtype, device)
+    options.setdefault("rollout_memory", float(getattr(log_prob_cfg, "gpu_memory_utilization", 0.0)))
     return EngineSettings(kind, model, role, dtype, train, forward, device, schedule, **options)

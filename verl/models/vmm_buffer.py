@@ -210,7 +210,9 @@ class GraphRecorder:
                 # Triton compiles and cuBLAS allocates its workspace in this run: neither is allowed while capturing.
                 (warm_up or work)()
                 torch.cuda.synchronize(self._device)
-                torch.cuda.empty_cache()  # the pool of the graphs can only take what is free
+                free, total = torch.cuda.mem_get_info(self._device)
+                if free < total // 4:
+                    torch.cuda.empty_cache()  # the pool of the graphs can only take what is free
                 # Threads of others (loading data, watching) may use the device meanwhile.
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
