@@ -18,6 +18,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from verl.rollout.native.kernels import attention, layers, linear, rotary, sampling, selection
+from verl.rollout.native.ops import DecodeInputs
 
 SHAPES = {
     "smollm2-135m": (576, 1536, 9, 3, 64, 49152),
@@ -136,7 +137,7 @@ def small_kernels(
     active = torch.ones(rows, dtype=torch.int64, device="cuda")
     qkv = torch.randn(rows, (heads + 2 * kv) * dim, **half)
     rope = tuple(torch.randn(context + 64, dim, **half) for _ in range(2))
-    inputs = (positions, positions, active, table)
+    inputs = DecodeInputs(positions, positions, active, table)
     q = torch.randn(rows, heads, dim, **half)
     figures = {
         "norm": micros(lambda: layers.add_rms_norm(x, x, weight, 1e-5)),

@@ -141,6 +141,28 @@ for dtype, tolerance in ((torch.float32, 2e-5), (HALF, 1e-2)):
                     f"attention {kind} splits {splits} window {window} cap {softcap}", ours, theirs, tolerance
                 )
 
+        # Rows 1 to 4 share two blocks, the last two three others; row 0 shares none; two rows are not active.
+        contexts = [9, 2 * block_size + 1, 70, 0, 33, 0, 3 * block_size + 1]
+        inputs = rows_of(contexts, block_size, 6 * 40)
+        inputs.table[1:5, :2], inputs.table[5:, :3] = inputs.table[1, :2], inputs.table[5, :3].clone()
+        lengths = torch.tensor([0, *[2] * 4, 3, 3], dtype=torch.int32, device=DEVICE) * block_size
+        keys, values = (randn(6 * 40, kv_heads, block_size, dim, dtype=dtype, seed=s) for s in (1, 2))
+        q = randn(len(contexts), heads, dim, dtype=dtype)
+        for sharing in ([1, 4, 0, 0, 0, 2, 0], [1] * 7):
+            counts = torch.tensor(sharing, dtype=torch.int32, device=DEVICE)
+            together = inputs._replace(shared=lengths, sharing=counts)
+            for splits in (1, 4):
+                for softcap in (None, 5.0):
+                    args = (q, (keys, values), together, 0.3, None, softcap)
+                    ours, theirs = (
+                        attention.decode_attention(*args, splits),
+                        reference.decode_attention(*args),
+                    )
+                    check(f"shared attention {kind} splits {splits} cap {softcap}", ours, theirs, tolerance)
+            if sharing[1] > 1:
+                grouped = ours
+        check(f"shared attention {kind} does not depend on the group", ours, grouped, 0)
+
 # Head sizes that are no power of two (Phi-2, Phi-3, OpenLLaMA, Danube), values narrower than keys (latent attention).
 for key_size, value_size in ((80, 80), (96, 96), (100, 100), (120, 120), (24, 12), (192, 128)):
     heads, kv_heads, block_size, kind = 4, 2, 8, f"{key_size}/{value_size}"

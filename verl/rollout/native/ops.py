@@ -40,6 +40,10 @@ class DecodeInputs(NamedTuple):
     positions: Tensor
     active: Tensor
     table: Tensor
+    shared: Tensor | None = None
+    """[M] int32: leading tokens of a row whose blocks others may read, too; a property of its request."""
+    sharing: Tensor | None = None
+    """[M] int32: from this row on so many share them; 0 where a row before it counts."""
 
 
 def decode_slots(rows: DecodeInputs, block_size: int, blocks: int) -> Tensor:

@@ -7,9 +7,14 @@ writes to the last block, which belongs to no sequence.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
+
+if TYPE_CHECKING:
+    from verl.rollout.native.ops import DecodeInputs
 
 
 @triton.jit
@@ -114,12 +119,12 @@ def rotary_cache(
     qkv: torch.Tensor,
     cache: tuple[torch.Tensor, torch.Tensor],
     rope: tuple[torch.Tensor, torch.Tensor],
-    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    inputs: DecodeInputs,
     heads: int,
     norms: tuple[torch.Tensor, torch.Tensor, float] | None,
 ) -> torch.Tensor:
     """qkv [M, (heads + 2 kv) * dim]; cos and sin [positions, dim]; returns the rotated queries [M, heads, dim]."""
-    (keys, values), (cos, sin), (_, positions, active, table) = cache, rope, inputs
+    (keys, values), (cos, sin), (_, positions, active, table) = cache, rope, inputs[:4]
     blocks, kv_heads, block_size, dim = keys.shape
     rows = qkv.shape[0]
     q_out = torch.empty(rows, heads, dim, dtype=qkv.dtype, device=qkv.device)
