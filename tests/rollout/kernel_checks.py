@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from sampling_checks import boundary_rows, kept_by_definition, key_of, selection_rows
 
 from verl.rollout.base import SamplingParams
-from verl.rollout.native.kernels import attention, layers, linear, rotary, sampling, selection
+from verl.rollout.native.kernels import attention, layers, linear, prompt, rotary, sampling, selection
 from verl.rollout.native.ops import DecodeInputs, TorchOps, TritonOps
 from verl.rollout.sampling import SamplingBatch, apply_filters, sequence_key
 
@@ -113,6 +113,13 @@ for dtype, tolerance in ((torch.float32, 2e-5), (HALF, 1e-2)):
             check(f"rotary {kind} {norms is not None}", ours, theirs, allowed)
             check("rotary keys", caches[0][0][:-1], caches[1][0][:-1], allowed)
             check("rotary values", caches[0][1][:-1], caches[1][1][:-1], 0)
+            places = (inputs.positions, torch.randperm(len(inputs.positions) * 3).to(DEVICE)[: len(qkv)])
+            both = [qkv.clone(), qkv.clone()]
+            prompt.rotary_prompt(both[0], caches[0], (cos, sin), places, heads, norms)
+            reference.rotary_prompt(both[1], caches[1], (cos, sin), places, heads, norms)
+            check(f"rotary prompt {kind} {norms is not None}", both[0], both[1], allowed)
+            check("rotary prompt keys", caches[0][0][:-1], caches[1][0][:-1], allowed)
+            check("rotary prompt values", caches[0][1][:-1], caches[1][1][:-1], 0)
 
         slots = torch.tensor([3, 200, 17], device=DEVICE)
         k, v = (randn(kv_heads, 3, dim, dtype=dtype, seed=s).transpose(0, 1) for s in (1, 2))

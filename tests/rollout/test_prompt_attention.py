@@ -11,10 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from verl.models.attention import AttentionCall
+from verl.models.attention import AttentionCall, use_verl_attention
+from verl.rollout.base import Request, SamplingParams
 from verl.rollout.native import device_attention
-from verl.rollout.native.device_attention import ContinuedAttention, DecodeAttention, PromptAttention
+from verl.rollout.native.device_attention import (
+    ContinuedAttention,
+    DecodeAttention,
+    PromptAttention,
+    prompt_inputs,
+)
+from verl.rollout.native.device_state import DeviceCache
+from verl.rollout.native.engine_state import CacheLayout, LayerShape
+from verl.rollout.native.model import Backbone, FusedDecoder
 from verl.rollout.native.ops import TorchOps
+from verl.rollout.native.scheduler import Chunk
+from verl.rollout.sequence import Sequence
 
 HEADS, KV, DIM = 4, 2, 8
 
@@ -171,3 +182,43 @@ def test_a_decode_step_computes_its_cache_slots_once(tiny: Any, monkeypatch: pyt
     engine = NativeRollout(tiny("gemma"), None, Limits(), on_device=True, verify=False)
     list(engine.generate([Request("a", [5, 6], SamplingParams(max_tokens=4, ignore_eos=True))]))
     assert len(made) == 3 and len(used) == 2 * len(made), "two layers, three decode steps"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama", "mistral_window", "qwen2", "qwen3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_fused_prompt_pass_equals_the_module(name: str, dtype: torch.dtype, tiny: Any) -> None:
+    """Chunks that begin and chunks that continue their prompts, in blocks out of order."""
+    model = tiny(name).to(dtype)
+    assert use_verl_attention(model)
+    fused, ops = FusedDecoder.match(model, 64), TorchOps()
+    assert fused is not None
+    dim = model.model.layers[0].self_attn.head_dim
+    layout = CacheLayout((LayerShape(2, dim, dim, dtype),) * 2)
+    sequences = []
+    for index, length in enumerate((23, 5, 40)):
+        sequence = Sequence(
+            Request(str(index), [(7 * index + i) % 97 for i in range(length)], SamplingParams()), 0, 0
+        )
+        sequence.table = [(5 * block + index) % 31 for block in range(-(-length // 4))]
+        sequences.append(sequence)
+    passes = [
+        [Chunk(sequences[0], 0, 9), Chunk(sequences[1], 0, 5)],
+        [Chunk(sequences[0], 9, 14), Chunk(sequences[2], 0, 33)],
+        [Chunk(sequences[2], 33, 7)],
+    ]
+    caches = [DeviceCache(layout, 31, 4, torch.device("cpu")) for _ in range(2)]
+    for chunks in passes:
+        inputs, attention = prompt_inputs(chunks, ops, caches[0], lambda x: x)
+        module = prompt_inputs(chunks, ops, caches[1], lambda x: x)[1]
+        ours = fused.prompt(ops, inputs, attention)
+        theirs = Backbone(model).hidden(inputs.tokens, inputs.positions, module)
+        assert inputs.last.tolist() == [sum(c.count for c in chunks[: i + 1]) - 1 for i in range(len(chunks))]
+        torch.testing.assert_close(
+            ours, theirs, **({"rtol": 0, "atol": 2e-5} if dtype == torch.float32 else {})
+        )
+        slots = inputs.slots
+        for ours_layer, their_layer in zip(caches[0].layers, caches[1].layers, strict=True):
+            for ours_cache, their_cache in zip(ours_layer, their_layer, strict=True):
+                written = [x[slots // 4, :, slots % 4] for x in (ours_cache, their_cache)]
+                torch.testing.assert_close(*written)

@@ -9,10 +9,13 @@ Shapes: N tokens of the step, T cached tokens read by it, P prompts, H query hea
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from verl.models.attention import AttentionCall, PackedAttention, varlen_attention
 from verl.rollout.native.device_state import DeviceCache
@@ -23,10 +26,19 @@ Send = Callable[[torch.Tensor], torch.Tensor]
 """Brings a tensor to the device without waiting for it."""
 
 
+class PromptInputs(NamedTuple):
+    """The tokens of a prompt pass, [N] each: ids, positions, cache slots; and the last one of each chunk, [P]."""
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    last: torch.Tensor
+
+
 @dataclass
 class PromptAttention:
-    """Chunks of prompts laid end to end. `slots` are the cache slots of their tokens; `context_slots` those of all
-    tokens they read, None when every chunk starts its sequence, so that the new keys are all there is to read."""
+    """Attention of chunks of prompts laid end to end. `context_slots` are the cache slots of all tokens they read, None
+    when every chunk starts its sequence, so that the new keys are all there is to read."""
 
     ops: Ops
     cache: DeviceCache
@@ -34,39 +46,55 @@ class PromptAttention:
     context_slots: torch.Tensor | None
     inner: PackedAttention | ContinuedAttention
 
-    @staticmethod
-    def of(chunks: list[Chunk], ops: Ops, cache: DeviceCache, send: Send) -> PromptAttention:
-        size = cache.block_size
-        slots: list[np.ndarray] = []
-        context: list[np.ndarray] = []
-        for chunk in chunks:
-            end = chunk.start + chunk.count
-            blocks = np.array(chunk.sequence.table[: -(-end // size)], dtype=np.int64)
-            context.append((blocks[:, None] * size + np.arange(size)).ravel()[:end])
-            slots.append(context[-1][chunk.start :])
-        counts = [chunk.count for chunk in chunks]
-        new_slots = send(torch.from_numpy(np.concatenate(slots)))
-        if all(chunk.start == 0 for chunk in chunks):
-            packed = PackedAttention.from_lengths(counts, new_slots.device)
-            return PromptAttention(ops, cache, new_slots, None, packed)
-        lengths = [chunk.start + chunk.count for chunk in chunks]
-        context_slots = send(torch.from_numpy(np.concatenate(context)))
-        return PromptAttention(
-            ops, cache, new_slots, context_slots, ContinuedAttention(counts, lengths, send)
-        )
-
     def __post_init__(self) -> None:
         size = self.cache.block_size
         slots = self.context_slots
         self._context = None if slots is None else (slots // size, slots % size)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
+        """Write the new keys and values, then read."""
         cache = self.cache.layers[call.layer]
         self.ops.write_cache(call.k[0].transpose(0, 1), call.v[0].transpose(0, 1), cache, self.slots)
+        return self.read(call)
+
+    def read(self, call: AttentionCall) -> torch.Tensor:
+        """The attention; the new keys and values have been written."""
         if self._context is not None:
             block, offset = self._context
+            cache = self.cache.layers[call.layer]
             call = call.on(call.q, *(x[block, :, offset].transpose(0, 1)[None] for x in cache))
         return self.inner.attend(call)
+
+
+def prompt_inputs(
+    chunks: list[Chunk], ops: Ops, cache: DeviceCache, send: Send
+) -> tuple[PromptInputs, PromptAttention]:
+    """What a pass over these chunks reads; one copy brings it to the device."""
+    size = cache.block_size
+    ids: list[int] = []
+    slots: list[np.ndarray] = []
+    context: list[np.ndarray] = []
+    for chunk in chunks:
+        end = chunk.start + chunk.count
+        ids += chunk.sequence.tokens[chunk.start : end]
+        blocks = np.array(chunk.sequence.table[: -(-end // size)], dtype=np.int64)
+        context.append((blocks[:, None] * size + np.arange(size)).ravel()[:end])
+        slots.append(context[-1][chunk.start :])
+    starts = np.array([chunk.start for chunk in chunks])
+    counts = np.array([chunk.count for chunk in chunks])
+    lengths, last = starts + counts, counts.cumsum() - 1
+    positions = np.arange(len(ids)) - np.repeat(last + 1 - lengths, counts)
+    arrays = [np.array(ids), positions, np.concatenate(slots), last, last + 1, lengths.cumsum()]
+    continued = bool(starts.any())
+    arrays.append(np.concatenate(context) if continued else np.zeros(0, dtype=np.int64))
+    sent = send(torch.from_numpy(np.concatenate(arrays)))
+    *inputs, ends_q, ends_k, context_slots = sent.split([len(array) for array in arrays])
+    cu_q, cu_k = F.pad(torch.stack([ends_q, ends_k]), (1, 0)).to(torch.int32)
+    inner: PackedAttention | ContinuedAttention = PackedAttention(cu_q, tuple(counts.tolist()))
+    if continued:
+        inner = ContinuedAttention(counts, lengths, send, (cu_q, cu_k))
+    attention = PromptAttention(ops, cache, inputs[2], context_slots if continued else None, inner)
+    return PromptInputs(*inputs), attention
 
 
 _SCORES = 1 << 27
@@ -77,11 +105,17 @@ class ContinuedAttention:
     """Attention of chunks whose sequences began earlier: the queries of chunk i are the last `counts[i]` of its
     `lengths[i]` tokens, its keys are all of them. What the layers share is computed by the first that needs it."""
 
-    def __init__(self, counts: list[int], lengths: list[int], send: Send) -> None:
+    def __init__(
+        self,
+        counts: Seq[int] | np.ndarray,
+        lengths: Seq[int] | np.ndarray,
+        send: Send,
+        bounds: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:
         self.counts, self.lengths = np.array(counts), np.array(lengths)
         self._send = send
         self._ends_q, self._ends_k = self.counts.cumsum(), self.lengths.cumsum()
-        self._bounds: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._bounds = bounds
         self._batches: list[_PaddedBatch] | None = None
         self._order_N: torch.Tensor | None = None
 

@@ -20,7 +20,7 @@ import torch
 from verl.errors import ConfigError
 from verl.models.vmm_buffer import GraphRecorder
 from verl.rollout.base import FinishReason
-from verl.rollout.native.device_attention import DecodeAttention, PromptAttention
+from verl.rollout.native.device_attention import DecodeAttention, prompt_inputs
 from verl.rollout.native.device_state import DeviceCache, DeviceState, Poll
 from verl.rollout.native.model import Backbone, FusedDecoder, require_fp8_device
 from verl.rollout.native.ops import DecodeInputs, Ops, TorchOps, TritonOps
@@ -174,21 +174,16 @@ class DeviceRunner:
     @torch.no_grad()
     def prefill(self, chunks: list[Chunk]) -> None:
         """Compute chunks of prompts; those that end their prompt draw a first token and become rows."""
-        send = self.state.send
-        ids: list[int] = []
-        positions: list[int] = []
-        last: list[int] = []
-        samplers: list[Sequence] = []
-        for chunk in chunks:
-            end = chunk.start + chunk.count
-            ids += chunk.sequence.tokens[chunk.start : end]
-            positions += range(chunk.start, end)
-            last += [len(ids) - 1] * len(chunk.samplers)
-            samplers += chunk.samplers
-        attention = PromptAttention.of(chunks, self.ops, self.cache, send)
-        hidden = self.backbone.hidden(send(torch.tensor(ids)), send(torch.tensor(positions)), attention)
+        inputs, attention = prompt_inputs(chunks, self.ops, self.cache, self.state.send)
+        if self.fused is not None:
+            hidden = self.fused.prompt(self.ops, inputs, attention)
+        else:
+            hidden = self.backbone.hidden(inputs.tokens, inputs.positions, attention)
+        samplers = [sampler for chunk in chunks for sampler in chunk.samplers]
         if samplers:
-            self._join(samplers, self.backbone.logits(hidden.index_select(0, send(torch.tensor(last)))))
+            chunk_of = [index for index, chunk in enumerate(chunks) for _ in chunk.samplers]
+            last = inputs.last.index_select(0, self.state.send(torch.tensor(chunk_of)))
+            self._join(samplers, self.backbone.logits(hidden.index_select(0, last)))
 
     def _join(self, sequences: list[Sequence], logits: torch.Tensor) -> None:
         start, end = len(self.rows), len(self.rows) + len(sequences)

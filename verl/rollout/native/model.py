@@ -1,5 +1,5 @@
-"""How the engine runs the model: through its Hugging Face module (`Backbone`), or, in decode steps of the Llama family,
-fused over the module's own weight tensors (`FusedDecoder`).
+"""How the engine runs the model: through its Hugging Face module (`Backbone`), or, for the Llama family, fused over the
+module's own weight tensors (`FusedDecoder`), in decode steps and prompt passes.
 
 Llama, Mistral, Qwen2 and Qwen3 layers differ in three details (biases, a norm per head, a sliding window), which the
 fused decoder follows; everything else, adapters included, goes through the module itself. No weight is copied, so an
@@ -20,15 +20,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from verl.errors import ConfigError
+from verl.models.attention import AttentionCall
 from verl.models.introspection import backbone_of, class_of, output_head
 from verl.rollout.native.ops import FP8_MAX, FP8_TYPE, DecodeInputs, Norms, Ops
+
+if TYPE_CHECKING:
+    from verl.rollout.native.device_attention import PromptAttention, PromptInputs
 
 _LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
 _STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
@@ -179,6 +183,8 @@ class FusedLayer:
     norms: Norms
     window: int | None
     scale: float
+    plain: PlainProducts
+    """What prompts are multiplied with."""
 
 
 class FusedDecoder(Backbone):
@@ -231,6 +237,27 @@ class FusedDecoder(Backbone):
             x = layer.products.mlp(ops, normed)
         return ops.add_rms_norm(x, residual, self.backbone.norm.weight, self.eps)[0]
 
+    def prompt(self, ops: Ops, inputs: PromptInputs, attention: PromptAttention) -> torch.Tensor:
+        """[N, D] hidden states of the tokens of prompts; their keys and values are written to the cache."""
+        x = F.embedding(inputs.tokens, self.model.get_input_embeddings().weight)
+        residual: torch.Tensor | None = None
+        places = (inputs.positions, inputs.slots)
+        for index, layer in enumerate(self.layers):
+            normed, residual = ops.add_rms_norm(x, residual, layer.input_norm, self.eps)
+            qkv = layer.plain.qkv(ops, normed)
+            cache = attention.cache.layers[index]
+            qkv = ops.rotary_prompt(qkv, cache, self.rope, places, self.heads, layer.norms)
+            kv_heads, dim = cache[0].shape[1], cache[0].shape[3]
+            q, k, v = (
+                part.transpose(0, 1)[None]
+                for part in qkv.unflatten(1, (-1, dim)).split([self.heads, kv_heads, kv_heads], dim=1)
+            )
+            call = AttentionCall(q, k, v, layer.scale, layer.window, None, index)
+            x = layer.plain.o(ops, attention.read(call)[0].flatten(1))
+            normed, residual = ops.add_rms_norm(x, residual, layer.output_norm, self.eps)
+            x = layer.plain.mlp(ops, normed)
+        return ops.add_rms_norm(x, residual, self.backbone.norm.weight, self.eps)[0]
+
 
 def _linear(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     return F.linear(x, layer.weight, layer.bias)
@@ -256,11 +283,13 @@ def _match_layer(layer: Any, fp8: bool) -> FusedLayer | None:
         is_mistral = kind.__name__ == "MistralDecoderLayer"
         window = getattr(attention.config, "sliding_window", None) if is_mistral else None
     known = [linear for linear in linears if linear is not None]
+    plain = PlainProducts(*known)
     return FusedLayer(
         layer.input_layernorm.weight,
         layer.post_attention_layernorm.weight,
-        Fp8Products(*known) if fp8 else PlainProducts(*known),
+        Fp8Products(*known) if fp8 else plain,
         norms=norms,
         window=window,
         scale=float(attention.scaling),
+        plain=plain,
     )

@@ -112,6 +112,20 @@ class TorchOps:
         self.write_cache(turned(k), v, cache, decode_slots(rows, block_size, blocks))
         return turned(q)
 
+    def rotary_prompt(
+        self, qkv: Tensor, cache: Pair, rope: Pair, places: Pair, heads: int, norms: Norms
+    ) -> Tensor:
+        """The same for the tokens of prompts at `places` (positions, cache slots): all of qkv, changed in place."""
+        _, kv_heads, _, dim = cache[0].shape
+        q, k, v = qkv.unflatten(1, (-1, dim)).split([heads, kv_heads, kv_heads], dim=1)
+        cos_N, sin_N = (angles[places[0]][:, None] for angles in rope)
+        for x, weight in ((q, norms and norms[0]), (k, norms and norms[1])):
+            normed = x if norms is None or weight is None else _rms_norm(x, weight, norms[2])
+            first, second = normed.chunk(2, dim=-1)
+            x.copy_(normed * cos_N + torch.cat([-second, first], dim=-1) * sin_N)
+        self.write_cache(k, v, cache, places[1])
+        return qkv
+
     def write_cache(self, k: Tensor, v: Tensor, cache: Pair, slots: Tensor) -> None:
         block_size = cache[0].shape[2]
         for new, stored in zip((k, v), cache, strict=True):
@@ -198,12 +212,13 @@ class TritonOps:
     """The kernels."""
 
     def __init__(self) -> None:
-        from verl.rollout.native.kernels import attention, layers, linear, rotary, sampling
+        from verl.rollout.native.kernels import attention, layers, linear, prompt, rotary, sampling
 
         self.add_rms_norm = layers.add_rms_norm
         self.silu_mul = layers.silu_mul
         self.quantise_rows = layers.quantise_rows
         self.rotary_cache = rotary.rotary_cache
+        self.rotary_prompt = prompt.rotary_prompt
         self.write_cache = rotary.write_cache
         self.decode_attention = attention.decode_attention
         self.sample_plain = sampling.sample_plain
