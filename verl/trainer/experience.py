@@ -24,6 +24,7 @@ from verl.algorithms.groups import (
 from verl.config.methods import needed_columns
 from verl.data.assemble import concat_rollouts
 from verl.data.proto import DataProto, object_column
+from verl.data.tokenizer import decode_all
 from verl.observe.metrics import Timer
 from verl.reward.base import FailureAccount, RewardManager, RewardResult, RewardSample
 from verl.rollout.base import GenerationSettings, Response
@@ -175,7 +176,7 @@ def submit_reward(
     sample = reward_sample(
         prompts,
         row,
-        text=tokenizer.decode(ids, skip_special_tokens=True),
+        text=decode_all(tokenizer, [ids])[0],
         length=length,
         truncated=result.finish_reason == "length",
         conversation=conversation,

@@ -306,14 +306,14 @@ def mini_batches(
     and `sequence_num_tokens` [B] has the policy tokens of all of them. `numbered`: those of the first pass have
     `TOKEN_ROW`."""
     generator = torch.Generator().manual_seed(seed)
-    rows = sessions_of(batch).rows()
+    sequences = sessions_of(batch)
     for epoch in range(epochs):
-        order = torch.arange(len(rows))
+        order = torch.arange(sequences.count)
         if epoch:
             blocks = order.view(-1, together)
             order = blocks[torch.randperm(len(blocks), generator=generator)].flatten()
         for chosen in order.split(size):
-            index = torch.cat([rows[number] for number in chosen.tolist()])
+            index = sequences.rows_of(chosen)
             mini = batch[index]
             if numbered and epoch == 0:
                 mini.batch[TOKEN_ROW] = index
