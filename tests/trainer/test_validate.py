@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from verl.trainer.validation import decode_all
+from verl.data.tokenizer import decode_all
 
 
 def validation_rows(seen, step: int) -> list[dict]:

@@ -133,9 +133,12 @@ class Trajectories:
         """[S]: the first row of each conversation."""
         return self.order[self.starts]
 
-    def rows(self) -> list[Tensor]:
-        """The row numbers of each conversation."""
-        return list(self.order.split(self.sizes.tolist()))
+    def rows_of(self, chosen: Tensor) -> Tensor:
+        """The row numbers of some conversations, one after the other."""
+        sizes = self.sizes[chosen]
+        before = sizes.cumsum(0) - sizes
+        within = torch.arange(int(sizes.sum())) - before.repeat_interleave(sizes)
+        return self.order[self.starts[chosen].repeat_interleave(sizes) + within]
 
     def sum(self, values: Tensor) -> Tensor:
         """[B] -> [S]."""

@@ -62,6 +62,36 @@ def _log_probs(responses: Sequence[FinishedSample]) -> list[Sequence[float]] | N
     return values_per_row
 
 
+def _seen(lengths: Sequence[int], width: int) -> torch.Tensor:
+    """[B, width]: 1 on the first tokens of each row."""
+    return (torch.arange(width) < torch.tensor(lengths, dtype=torch.long).unsqueeze(-1)).long()
+
+
+def _own_tokens(responses: Sequence[FinishedSample], seen_BT: torch.Tensor) -> torch.Tensor:
+    """[B, T]: 1 on tokens of the policy, by default on all."""
+    own_BT = seen_BT.clone()
+    for number, response in enumerate(responses):
+        own, length = getattr(response, "response_mask", None), len(response.token_ids)
+        if own is None:
+            continue
+        if len(own) != length:
+            raise DataError(f"Response {number} has {length} tokens but a response_mask of {len(own)}.")
+        own_BT[number, :length] = torch.as_tensor(own)
+    return own_BT
+
+
+def _versions(responses: Sequence[FinishedSample], seen_BT: torch.Tensor) -> torch.Tensor:
+    """[B, T]: of the weights that drew each token; 0 behind the last one."""
+    first_B = torch.tensor([response.policy_version for response in responses], dtype=torch.long)
+    versions_BT = seen_BT * first_B.unsqueeze(-1)
+    for number, response in enumerate(responses):
+        if getattr(response, "version_changes", None) != []:  # else no need to list them
+            drawn = getattr(response, "versions", None)
+            if drawn:
+                versions_BT[number, : len(drawn)] = torch.as_tensor(drawn)
+    return versions_BT
+
+
 def assemble_rollouts(
     prompts: DataProto, responses: Sequence[FinishedSample], pad_token_id: int
 ) -> DataProto:
@@ -75,30 +105,26 @@ def assemble_rollouts(
         raise DataError(
             f"There are {len(responses)} responses for {len(prompts)} prompts; they must match row by row."
         )
-    prompt_rows = [list(ids) for ids in prompts.non_tensor_batch["prompt_ids"]]
-    response_rows = [list(response.token_ids) for response in responses]
-    masks, versions = [], []
-    for number, response in enumerate(responses):
-        own, drawn = getattr(response, "response_mask", None), getattr(response, "versions", None)
-        length = len(response.token_ids)
-        masks.append([1] * length if own is None else list(own))
-        versions.append([response.policy_version] * length if drawn is None else drawn)
-        if len(masks[-1]) != length:
-            raise DataError(f"Response {number} has {length} tokens but a response_mask of {len(masks[-1])}.")
-    log_probs = _log_probs(responses)
+    # Responses to one prompt share its list.
+    prompt_rows = {id(ids): ids for ids in prompts.non_tensor_batch["prompt_ids"]}
+    place = {key: number for number, key in enumerate(prompt_rows)}
+    prompt_B = torch.tensor(
+        [place[id(ids)] for ids in prompts.non_tensor_batch["prompt_ids"]], dtype=torch.long
+    )
+    prompts_BP = pad_rows(list(prompt_rows.values()), pad_token_id, torch.long, left=True)[prompt_B]
+    prompt_mask_BP = _seen([*map(len, prompt_rows.values())], prompts_BP.shape[1]).flip(-1)[prompt_B]
 
-    prompts_BP = pad_rows(prompt_rows, pad_token_id, torch.long, left=True)
-    responses_BT = pad_rows(response_rows, pad_token_id, torch.long, width=1)
+    responses_BT = pad_rows([response.token_ids for response in responses], pad_token_id, torch.long, width=1)
     T = responses_BT.shape[1]
-    prompt_mask_BP = pad_rows([[1] * len(row) for row in prompt_rows], 0, torch.long, left=True)
-    seen_BT = pad_rows([[1] * len(row) for row in response_rows], 0, torch.long, width=T)
+    seen_BT = _seen([len(response.token_ids) for response in responses], T)
+    log_probs = _log_probs(responses)
     tensors = {
         "prompts": prompts_BP,
         "responses": responses_BT,
         "input_ids": torch.cat([prompts_BP, responses_BT], dim=1),
         "attention_mask": torch.cat([prompt_mask_BP, seen_BT], dim=1),
-        "response_mask": pad_rows(masks, 0, torch.long, width=T),
-        "token_versions": pad_rows(versions, 0, torch.long, width=T),
+        "response_mask": _own_tokens(responses, seen_BT),
+        "token_versions": _versions(responses, seen_BT),
     }
     if log_probs is not None:
         tensors["rollout_log_probs"] = pad_rows(log_probs, 0.0, torch.float32, width=T)

@@ -114,3 +114,15 @@ def truncate(ids: list[int], limit: int, mode: str) -> list[int]:
         return ids[:limit]
     head = limit // 2
     return ids[:head] + ids[len(ids) - (limit - head) :]
+
+
+def decode_all(tokenizer: Any, rows: list[list[int]]) -> list[str]:
+    """The texts of rows without special tokens, as `tokenizer.decode` gives them. By the backend where that is the
+    same: transformers looks at every token first, and other threads can run meanwhile."""
+    from transformers import PreTrainedTokenizerFast
+
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    plain = isinstance(tokenizer, PreTrainedTokenizerFast) and not tokenizer.clean_up_tokenization_spaces
+    if backend is None or not plain or type(tokenizer)._decode is not PreTrainedTokenizerFast._decode:
+        return [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in rows]
+    return list(backend.decode_batch(rows, skip_special_tokens=True))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from verl.algorithms.groups import (
 from verl.config.methods import needed_columns
 from verl.data.assemble import concat_rollouts
 from verl.data.proto import DataProto, object_column
+from verl.data.tokenizer import decode_all
 from verl.observe.metrics import Timer
 from verl.reward.base import FailureAccount, RewardManager, RewardResult, RewardSample
 from verl.rollout.base import GenerationSettings, Response
@@ -175,12 +175,13 @@ def submit_reward(
     sample = reward_sample(
         prompts,
         row,
-        text=tokenizer.decode(ids, skip_special_tokens=True),
+        index=index,
+        text=decode_all(tokenizer, [ids])[0],
         length=length,
         truncated=result.finish_reason == "length",
         conversation=conversation,
     )
-    rewards.submit(replace(sample, index=index))
+    rewards.submit(sample)
     return None
 
 
@@ -256,12 +257,13 @@ def reward_sample(
     prompts: DataProto,
     row: int,
     *,
+    index: int | None = None,
     text: str,
     length: int,
     truncated: bool,
     conversation: Conversation | None = None,
 ) -> RewardSample:
-    """The reward input of one response; `prompts` has one row per response."""
+    """The reward input of one response, as sample `index` (default: `row`); `prompts` has one row per response."""
     column = {name: values[row] for name, values in prompts.non_tensor_batch.items()}
     raw = column["raw_prompt"]
     told: dict[str, Any] = {"messages": list(raw) if not isinstance(raw, str) else None}
@@ -276,7 +278,7 @@ def reward_sample(
             ],
         }
     return RewardSample(
-        index=row,
+        index=row if index is None else index,
         prompt=column["prompt_text"],
         response=text,
         ground_truth=column.get("ground_truth"),

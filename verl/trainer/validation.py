@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerFast
 
 from verl.data.proto import DataProto
+from verl.data.tokenizer import decode_all
 from verl.observe.metrics import Timer
 from verl.trainer.experience import Experience
 from verl.workers.group import sessions_of
@@ -84,16 +84,6 @@ def _advantages(batch: DataProto) -> list[float | None] | None:
     means = sessions.sum((batch.batch["advantages"] * mask).sum(-1)) / tokens
     found = [mean if count else None for mean, count in zip(means.tolist(), tokens.tolist(), strict=True)]
     return [found[session] for session in sessions.ids.tolist()]
-
-
-def decode_all(tokenizer: Any, rows: list[list[int]]) -> list[str]:
-    """The texts of many rows without special tokens, as `tokenizer.decode` gives them. All at once where that is the
-    same: other threads can run meanwhile."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    plain = isinstance(tokenizer, PreTrainedTokenizerFast) and not tokenizer.clean_up_tokenization_spaces
-    if backend is None or not plain or type(tokenizer)._decode is not PreTrainedTokenizerFast._decode:
-        return [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in rows]
-    return list(backend.decode_batch(rows, skip_special_tokens=True))
 
 
 def _joined(rows: list[dict[str, Any]], sessions: Iterable[str]) -> list[dict[str, Any]]:

@@ -192,7 +192,9 @@ class WorkerGroup(ABC):
         later = (computed & ~first).nonzero().squeeze(-1)
         old, gap = torch.zeros(mask.shape), RolloutGap()
         if len(later):
-            rows = batch[later]
+            names = ("input_ids", "attention_mask", "response_mask", "rollout_log_probs", ROW_WEIGHT)
+            used = [name for name in names if name in tensors]
+            rows = batch.select(batch_keys=used, non_tensor_keys=[])[later]
             with timer(find_role(ACTOR).timer):
                 old[later] = found = self.forward(ACTOR, rows, ("old_log_probs",)).batch["old_log_probs"]
             if "rollout_log_probs" in tensors:
@@ -306,15 +308,17 @@ def mini_batches(
     and `sequence_num_tokens` [B] has the policy tokens of all of them. `numbered`: those of the first pass have
     `TOKEN_ROW`."""
     generator = torch.Generator().manual_seed(seed)
-    rows = sessions_of(batch).rows()
+    sequences = sessions_of(batch)
     for epoch in range(epochs):
-        order = torch.arange(len(rows))
+        order = torch.arange(sequences.count)
         if epoch:
             blocks = order.view(-1, together)
             order = blocks[torch.randperm(len(blocks), generator=generator)].flatten()
-        for chosen in order.split(size):
-            index = torch.cat([rows[number] for number in chosen.tolist()])
-            mini = batch[index]
+        for chosen in order.split(size) if len(order) else ():
+            index = sequences.rows_of(chosen)
+            start, end = int(index[0]), int(index[-1]) + 1
+            in_order = end - start == len(index) and torch.equal(index, torch.arange(start, end))
+            mini = batch[start:end] if in_order else batch[index]  # views where possible
             if numbered and epoch == 0:
                 mini.batch[TOKEN_ROW] = index
             mask = mini.batch["response_mask"]
