@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from itertools import compress
 from typing import Any
 
+import numpy as np
 import torch
 
 from verl.engines.optim import MasterAdamW
-from verl.models.attention import AttentionCall, PackedAttention, varlen_attention
+from verl.models.attention import AttentionCall, PackedAttention, send, varlen_attention
 from verl.models.introspection import backbone_of
 from verl.models.packing import Pack
+from verl.models.shared_prefixes import SharedInputs, SharedPrefixAttention, bounds_of, shared_inputs
 from verl.models.vmm_buffer import GraphRecorder
 
 log = logging.getLogger(__name__)
@@ -35,23 +37,29 @@ _SEQUENCES = 8
 
 @dataclass(frozen=True)
 class Size:
-    """Of a captured pack: tokens, sequences (empty ones among them) and the most tokens a sequence may have."""
+    """Of a captured pack: tokens, sequences (empty ones among them), the most tokens a sequence may have and, where
+    sequences share beginnings, the keys of all (else 0)."""
 
     tokens: int
     sequences: int
     longest: int
+    keys: int = 0
 
 
-def graph_size(lengths: Sequence[int]) -> Size:
-    """The size to run sequences of these lengths in: at most a sixteenth more tokens, so that a run meets few sizes."""
+def graph_size(lengths: Sequence[int], key_lengths: Sequence[int] = ()) -> Size:
+    """The size to run sequences of these lengths in (`key_lengths`: with the beginnings that they share): at most a
+    sixteenth more tokens, so that a run meets few sizes."""
     tokens = sum(lengths)
     step = max(1 << max((tokens - 1).bit_length() - 5, 0), 64)
     padded = -(-tokens // step) * step
-    longest = max(1 << (max(lengths) - 1).bit_length(), _SHORTEST)
-    if max(lengths) <= longest * 3 // 4 and longest > _SHORTEST:
+    most = max(key_lengths or lengths)
+    longest = max(1 << (most - 1).bit_length(), _SHORTEST)
+    if most <= longest * 3 // 4 and longest > _SHORTEST:
         longest = longest * 3 // 4
     sequences = len(lengths) + max(-(-(padded - tokens) // longest), 1)
-    return Size(padded, -(-sequences // _SEQUENCES) * _SEQUENCES, longest)
+    keys = sum(key_lengths) + padded - tokens if key_lengths else 0
+    step = max(1 << max((keys - 1).bit_length() - 3, 0), 64)
+    return Size(padded, -(-sequences // _SEQUENCES) * _SEQUENCES, longest, -(-keys // step) * step)
 
 
 def padded_lengths(lengths: Sequence[int], size: Size) -> list[int]:
@@ -69,12 +77,41 @@ class _FixedAttention(PackedAttention):
 
     def __init__(self, cu_seqlens: torch.Tensor, size: Size) -> None:
         super().__init__(cu_seqlens, (size.longest,), "varlen")
+        self.inputs: tuple[torch.Tensor, ...] = (cu_seqlens,)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         call = call.within(self.lengths[0])
         if call.backend(uniform=False) != "varlen":
             raise RuntimeError("its attention has no kernel for sequences of any length")
         return varlen_attention(call, self.cu_seqlens, self.lengths[0])
+
+
+class _FixedSharedAttention:
+    """The same where sequences share beginnings. At first none does: each token is its own key."""
+
+    def __init__(self, cu_seqlens: torch.Tensor, size: Size) -> None:
+        at = torch.arange(max(size.keys, size.tokens + 1), device=cu_seqlens.device)
+        rows, order = at[: size.keys].clamp(max=size.tokens - 1), at[: size.keys]
+        self.inputs = SharedInputs(cu_seqlens, cu_seqlens.clone(), rows, order, at[: size.tokens + 1].clone())
+        self.longest = size.longest
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        call = self.inputs.copied(call.within(self.longest))
+        if call.backend(uniform=False) != "varlen":
+            raise RuntimeError("its attention has no kernel for sequences of any length")
+        return self.inputs.attend(call, self.longest, self.longest)
+
+
+def attention_inputs(
+    attention: PackedAttention | SharedPrefixAttention, size: Size
+) -> tuple[np.ndarray, ...]:
+    """What attention reads from the device for a pack in this size: bounds of sequences, or `SharedInputs`."""
+    lengths = padded_lengths(attention.lengths, size)
+    if isinstance(attention, PackedAttention):
+        return (bounds_of(lengths),)
+    key_index = np.concatenate([attention.key_index, np.arange(sum(attention.lengths), size.tokens)])
+    key_lengths = [*attention.key_lengths, *lengths[len(attention.lengths) :]]
+    return shared_inputs(lengths, key_lengths, key_index)
 
 
 class _CapturedPass:
@@ -92,8 +129,10 @@ class _CapturedPass:
         bounds = torch.arange(size.sequences + 1, device=device) * size.longest
         self.input_ids = torch.zeros_like(at)[None]
         self.position_ids = (at % size.longest)[None]
-        self.cu_seqlens = bounds.clamp(max=size.tokens).int()
-        nothing, attention = at[:0], _FixedAttention(self.cu_seqlens, size)
+        cu_seqlens = bounds.clamp(max=size.tokens).int()
+        kind = _FixedSharedAttention if size.keys else _FixedAttention
+        nothing, attention = at[:0], kind(cu_seqlens, size)
+        self.attention_inputs = attention.inputs
         pack = Pack(self.input_ids, self.position_ids, attention, nothing, nothing, nothing, 0, 0)
         backbone = backbone_of(model)
         names = {id(param): name for name, param in optimizer.params.items()}
@@ -135,13 +174,12 @@ class _CapturedPass:
         self._adder = adder
         self.hidden = self.hidden.detach()
 
-    def fill(self, pack: Pack, lengths: Sequence[int]) -> None:
+    def fill(self, pack: Pack, given: Sequence[np.ndarray]) -> None:
         count = pack.input_ids.shape[1]
         self.input_ids[:, :count].copy_(pack.input_ids)
         self.position_ids[:, :count].copy_(pack.position_ids)
-        bounds = torch.zeros(len(lengths) + 1, dtype=torch.int32)
-        torch.cumsum(torch.tensor(lengths, dtype=torch.int32), 0, out=bounds[1:])
-        self.cu_seqlens.copy_(bounds, non_blocking=True)
+        for fixed, values in zip(self.attention_inputs, given, strict=True):
+            fixed[: len(values)].copy_(send(values, fixed.device))
 
 
 class _Replay(torch.autograd.Function):
@@ -191,15 +229,16 @@ class BackboneGraphs:
         """The last hidden states [1, N, D], with gradient, of a pack padded behind; None where it is not to be captured
         or cannot be."""
         attention = pack.attention
-        if not self._working or type(attention) is not PackedAttention:
+        if not self._working or type(attention) not in (PackedAttention, SharedPrefixAttention):
             return None
+        assert isinstance(attention, PackedAttention | SharedPrefixAttention)
         if pack.input_ids.shape[1] > self._most_tokens:
             return None
         addresses = [param.data_ptr() for param in self._parameters]
         if addresses != self._addresses:
             self._forget()
             self._addresses = addresses
-        size = graph_size(attention.lengths)
+        size = graph_size(attention.lengths, getattr(attention, "key_lengths", ()))
         if self._longest is not None and size.longest > self._longest:
             return None
         captured = self._passes.get(size)
@@ -207,7 +246,7 @@ class BackboneGraphs:
             captured = self._capture(size)
         if captured is None:
             return None
-        captured.fill(pack, padded_lengths(attention.lengths, size))
+        captured.fill(pack, attention_inputs(attention, size))
         return _Replay.apply(self._trigger, captured, self._optimizer)  # type: ignore[no-any-return]
 
     def _capture(self, size: Size) -> _CapturedPass | None:
