@@ -55,6 +55,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N,N,...",
         help="throughput and memory of an update for these sizes of micro-batch (--shape: one shape only)",
     )
+    parser.add_argument(
+        "--groups",
+        metavar="PROMPTS,SAMPLES,PROMPT,RESPONSE",
+        help="updates on groups with one prompt (e.g. 64,16,104,136), computed once and for each row",
+    )
     parser.add_argument("--json", type=Path, default=None, help="write all figures to this file as well")
 
 
@@ -194,6 +199,31 @@ class Bench:
         table("token budgets", head, _kept(measured, kept))
         self.figures["token_budgets"] = kept
 
+    def groups(self, prompts: int, samples: int, prompt: int, response: int) -> None:
+        """An update with `model.share_prefixes` off and on; responses of `response` tokens on average."""
+        shape = self.args.shape or ("135m" if self.cuda else "tiny")
+        around = torch.Generator().manual_seed(0)
+        spread = torch.randint(response // 2, response * 3 // 2, (prompts * samples,), generator=around)
+        lengths = tuple(prompt + count for count in spread.tolist())
+        work = Workload(
+            SHAPES[shape], lengths, checkpointing=self.args.checkpointing, lora_rank=self.args.lora,
+            group=samples, prompt=prompt, shares_prompts=False,
+        )  # fmt: skip
+        found = [self.side(our_step, each) for each in (work, replace(work, shares_prompts=True))]
+        rows = []
+        for label, measured in zip(("each row", "once"), found, strict=True):
+            if isinstance(measured, str):
+                rows.append((label, measured, "", "", ""))
+                continue
+            memory = f"{measured.peak_gib:.1f}" if self.cuda else "-"
+            speed = f"{measured.tokens_per_s(work):,.0f}"
+            rows.append((label, f"{measured.seconds:.3f}", speed, memory, f"{measured.loss:.5f}"))
+        title = f"update on {prompts} x {samples} rows of {prompt} + about {response} tokens, {shape}"
+        table(title, ("prompts computed", "s", "tok/s", "GiB", "loss"), rows)
+        if isinstance(found[0], Measured) and isinstance(found[1], Measured):
+            say(f"speed-up {found[0].seconds / found[1].seconds:.2f}x")
+        self.figures["groups"] = [list(row) for row in rows]
+
     def verdicts(self) -> None:
         """The measured figures beside their bars and aims."""
 
@@ -268,6 +298,9 @@ def run(args: argparse.Namespace) -> int:
         bench.parts()
     elif args.token_budgets:
         bench.token_budgets([int(tokens) for tokens in args.token_budgets.split(",")])
+    elif args.groups:
+        prompts, samples, prompt, response = (int(number) for number in args.groups.split(","))
+        bench.groups(prompts, samples, prompt, response)
     else:
         shape = args.shape or ("1.5b" if bench.cuda else "tiny")
         work = bench.workload(

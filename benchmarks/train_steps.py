@@ -26,7 +26,7 @@ CLIP = 0.2
 
 @dataclass(frozen=True)
 class Workload:
-    """One micro-batch per step: sequences of the given lengths, the first eighth of each a prompt."""
+    """Sequences of the given lengths; one micro-batch per step, or with groups those that the engine chooses."""
 
     shape: Shape
     lengths: tuple[int, ...]
@@ -34,10 +34,18 @@ class Workload:
     lora_rank: int = 0
     compiled: bool = False
     strategy: str = "fsdp"
+    group: int = 1
+    """So many consecutive sequences have one prompt."""
+    prompt: int | None = None
+    """Its tokens; None: the first eighth of each sequence."""
+    shares_prompts: bool = True
 
     @property
     def answered(self) -> int:
-        return sum(length - max(length // PROMPT_SHARE, 1) for length in self.lengths)
+        return sum(length - self.prompt_of(length) for length in self.lengths)
+
+    def prompt_of(self, length: int) -> int:
+        return self.prompt or max(length // PROMPT_SHARE, 1)
 
     @property
     def flops(self) -> float:
@@ -75,7 +83,10 @@ def make_batch(work: Workload, seed: int = 0) -> DataProto:
     ids = torch.randint(0, work.shape.vocab_size, (rows, width), generator=generator)
     at = torch.arange(width)[None, :]
     length = torch.tensor(work.lengths)[:, None]
-    prompt = (length // PROMPT_SHARE).clamp(min=1)
+    prompt = torch.tensor([work.prompt_of(length) for length in work.lengths])[:, None]
+    if work.group > 1:
+        first = torch.arange(rows) // work.group * work.group
+        ids = torch.where(at < prompt, ids[first], ids)
     attention = (at < length).long()
     response = ((at >= prompt) & (at < length)).long()
     advantages = torch.randn(rows, 1, generator=generator).expand(rows, width).contiguous()
@@ -109,11 +120,15 @@ def our_step(work: Workload, device: torch.device, dtype: torch.dtype) -> Callab
     role = ActorConfig()
     role.strategy = work.strategy
     role.use_torch_compile = work.compiled
-    role.ppo_micro_batch_size_per_gpu = len(work.lengths)
+    role.ppo_micro_batch_size_per_gpu = len(work.lengths) if work.group == 1 else None
+    role.use_cuda_graphs = work.group > 1
     role.optim.lr = 1e-5
     name = str(dtype).removeprefix("torch.")
     model_cfg = ModelConfig(
-        dtype=name, enable_gradient_checkpointing=work.checkpointing, lora_rank=work.lora_rank
+        dtype=name,
+        enable_gradient_checkpointing=work.checkpointing,
+        lora_rank=work.lora_rank,
+        share_prefixes=work.shares_prompts,
     )
     engine = build_engine("actor", model_cfg, role, model=new_model(work, device, dtype), device=device)
     batch = make_batch(work)

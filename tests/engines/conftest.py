@@ -77,6 +77,14 @@ def make_batch(lengths: list[tuple[int, int]] = LENGTHS, seed: int = 0, holes: b
     return DataProto.from_dict(tensors=tensors)
 
 
+def make_groups() -> DataProto:
+    """Three rows with one prompt and three with another."""
+    batch = make_batch([(14, 5), (14, 7), (14, 2), (12, 1), (12, 6), (12, 4)], holes=True)
+    ids = batch.batch["input_ids"]
+    ids[1:3, :14], ids[4:, :14] = ids[0, :14], ids[3, :14]
+    return batch
+
+
 def policy_loss(output: Any, micro: DataProto) -> tuple[torch.Tensor, dict[str, Any]]:
     """Linear in log-probability and entropy, normalised by the mini-batch as the contract asks."""
     info, mask = micro.meta_info, micro.batch["response_mask"]
@@ -132,6 +140,7 @@ class Toolbox:
     vocab = VOCAB
     model = staticmethod(make_model)
     batch = staticmethod(make_batch)
+    groups = staticmethod(make_groups)
     engine = staticmethod(make_engine)
     module = staticmethod(module_of)
     runner = staticmethod(runner_of)

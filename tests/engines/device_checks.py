@@ -252,36 +252,55 @@ def two_steps(engine: Any, **limits: Any) -> str:
 
 @check
 def common_beginnings_are_computed_once() -> str:
-    """Log-probs and gradients of pairs that share their prompt, against separate rows; on a GPU by the varlen kernel
-    with more keys than queries."""
+    """Log-probs and gradients of groups that share their prompt, behind one system prompt, against separate rows; on a
+    GPU by the varlen kernel with more keys than queries, launched and as CUDA graphs. Twice the same is bit for bit."""
     from verl.data.proto import DataProto
+    from verl.engines.budget import MicroBatchSize
 
     generator = torch.Generator().manual_seed(0)
-    prompt, longest, pairs = 96, 64, 6
-    ids = torch.randint(3, VOCAB, (2 * pairs, prompt + longest), generator=generator)
-    ids[1::2, :prompt] = ids[::2, :prompt]
-    lengths = torch.randint(20, longest, (2 * pairs,), generator=generator)
+    prompt, longest, groups, size = 96, 64, 4, 16
+    rows = groups * size
+    ids = torch.randint(3, VOCAB, (rows, prompt + longest), generator=generator)
+    ids[:, :24] = ids[0, :24]
+    for first in range(0, rows, size):
+        ids[first : first + size, :prompt] = ids[first, :prompt]
+    lengths = torch.randint(20, longest, (rows,), generator=generator)
     wanted = (torch.arange(longest)[None] < lengths[:, None]).long()
-    attended = torch.cat([torch.ones(2 * pairs, prompt, dtype=torch.long), wanted], 1)
+    attended = torch.cat([torch.ones(rows, prompt, dtype=torch.long), wanted], 1)
     tensors = {"input_ids": ids, "attention_mask": attended, "response_mask": wanted}
-    model, found = make_model(), []
+    batch = DataProto.from_dict(tensors=tensors)[torch.randperm(rows, generator=generator).tolist()]
+    model = make_model()
 
     def loss(out: Any, micro: DataProto) -> Any:
         return -out.log_probs.sum() / micro.meta_info["batch_num_tokens"], {}
 
-    for together in (1, 2):
-        engine = make_engine(copy.deepcopy(model))
-        batch = DataProto.from_dict(tensors=dict(tensors), meta_info={"rows_together": together})
-        log_probs = engine.log_probs(batch)["log_probs"]
-        engine.forward_backward(batch, loss)
-        gradients = engine._optimizer.named_gradients()
-        found.append((log_probs, torch.cat([g.double().flatten().cpu() for g in gradients.values()])))
-    (apart, apart_gradient), (shared, shared_gradient) = found
-    gap = float((apart - shared).abs().max())
-    cosine = float(torch.nn.functional.cosine_similarity(apart_gradient, shared_gradient, dim=0))
-    require(gap < (0.1 if torch.bfloat16 == DTYPE else 1e-4), f"log-probs differ by {gap}")
-    require(cosine > 0.999, f"the gradients point to different directions: cosine {cosine}")
-    return f"log-probs within {gap:.4f}, cosine of the gradients {cosine:.6f}"
+    def passes(shares: bool, graphs: bool = False) -> tuple[torch.Tensor, torch.Tensor, float]:
+        """Log-probs, gradients of the third pass (a graph is replayed in it) and the share of tokens left out."""
+        engine = make_engine(copy.deepcopy(model), graphs=graphs, share_prefixes=shares)
+        engine._runner.sizes["train"] = MicroBatchSize(max_tokens=rows * 50)
+        for _ in range(3):
+            engine.zero_grad()
+            metrics = engine.forward_backward(batch, loss)
+        found = torch.cat([g.double().flatten().cpu() for g in engine._optimizer.named_gradients().values()])
+        metric = metrics.get("perf/shared_tokens/actor")
+        if graphs and DEVICE.type == "cuda":
+            captured = [each for each in engine._runner.graphs._passes if each.keys]
+            require(bool(captured), "no pass with shared beginnings was captured")
+        return engine.log_probs(batch)["log_probs"], found, metric.value if metric else 0.0
+
+    apart, apart_gradient, _ = passes(shares=False)
+    lines = []
+    for graphs in (False, True):
+        shared, gradient, share = passes(True, graphs)
+        gap = float((apart - shared).abs().max())
+        cosine = float(torch.nn.functional.cosine_similarity(apart_gradient, gradient, dim=0))
+        norms = float(gradient.norm() / apart_gradient.norm())
+        require(gap < (0.1 if torch.bfloat16 == DTYPE else 1e-4), f"log-probs differ by {gap}")
+        require(cosine > 0.999 and abs(norms - 1) < 0.01, f"other gradients: cosine {cosine}, norm {norms}x")
+        require(share > 0.5, f"only {share} of the tokens were left out")
+        require(torch.equal(gradient, passes(True, graphs)[1]), "two equal runs have different gradients")
+        lines.append(f"log-probs within {gap:.4f}, gradients: cosine {cosine:.6f}, norm {norms:.4f}x")
+    return f"launched: {lines[0]}; graphs: {lines[1]}"
 
 
 @check

@@ -3,12 +3,15 @@ device: tests/engines/device_checks.py.)"""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from verl.engines import backbone_graphs
-from verl.engines.backbone_graphs import BackboneGraphs, graph_size, padded_lengths
+from verl.engines.backbone_graphs import BackboneGraphs, attention_inputs, graph_size, padded_lengths
+from verl.engines.budget import MicroBatchSize
 from verl.models.attention import dense_runs
+from verl.models.packing import pack_shared
 
 
 @pytest.mark.parametrize("lengths", [[1], [64] * 64, [700, 3, 128], [5] * 1000, [1024] * 15 + [1], [3000]])
@@ -77,6 +80,14 @@ def attend(self, call):
     return dense_runs(call, lengths)
 
 
+def attend_shared(self, call):
+    call = self.inputs.copied(call)
+    sides = (bounds.diff().tolist() for bounds in (self.inputs.cu_queries, self.inputs.cu_keys))
+    lengths = [segment for segment in zip(*sides, strict=True) if any(segment)]
+    used = sum(keys for _, keys in lengths)
+    return dense_runs(call.on(call.q, call.k[:, :, :used], call.v[:, :, :used]), lengths)
+
+
 @pytest.fixture
 def pair(tools, monkeypatch):
     """Two engines with the same half-precision weights and micro-batches of three rows; the first one captures."""
@@ -85,6 +96,7 @@ def pair(tools, monkeypatch):
 
     monkeypatch.setattr(backbone_graphs, "GraphRecorder", Recorder)
     monkeypatch.setattr(backbone_graphs._FixedAttention, "attend", attend)
+    monkeypatch.setattr(backbone_graphs._FixedSharedAttention, "attend", attend_shared)
     monkeypatch.setattr(adamw, "AddAll", Adder)
     monkeypatch.setattr(Recorder, "fails", None)
     role = {"ppo_micro_batch_size_per_gpu": 3, "optim.lr": 1e-2}
@@ -113,6 +125,44 @@ def test_gradients_are_those_of_passes_that_are_not_captured(tools, pair):
         norms = [engine.optimizer_step()["grad_norm"] for engine in pair]
         assert norms[0] == pytest.approx(norms[1], rel=0.02)
     assert len(graphs._passes) == 1, "both micro-batches fit into one size"
+
+
+def groups(tools, seed):
+    """Three rows with one prompt and three with another, in an order of their own."""
+    batch = tools.batch([(14, 5), (12, 7), (14, 2), (12, 1), (14, 6), (12, 4)], seed=seed)
+    ids = batch.batch["input_ids"]
+    ids[2::2, :14], ids[3::2, 2:14] = ids[0, :14], ids[1, 2:14]
+    return batch[torch.randperm(6, generator=torch.Generator().manual_seed(seed)).tolist()]
+
+
+def test_passes_with_shared_beginnings_are_captured(tools, pair):
+    graphs = tools.runner(pair[0]).graphs
+    for engine in pair:
+        tools.runner(engine).sizes["train"] = MicroBatchSize(max_tokens=60)
+    for seed in range(4):
+        batch = groups(tools, seed)
+        for engine in pair:
+            found = engine.forward_backward(batch, tools.policy_loss, with_entropy=True)
+            assert found["perf/shared_tokens/actor"].value > 0.2
+        assert difference(tools, pair) < 0.01
+        for engine in pair:
+            engine.zero_grad()
+    assert len(graphs._passes) == 1 and all(size.keys for size in graphs._passes)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_size_holds_the_keys_of_shared_beginnings(tools, seed):
+    batch = groups(tools, seed).batch
+    names = ("input_ids", "attention_mask", "response_mask")
+    attention = pack_shared(*(batch[name] for name in names), torch.device("cpu")).attention
+    size = graph_size(attention.lengths, attention.key_lengths)
+    cu_queries, cu_keys, rows, order, bounds = attention_inputs(attention, size)
+    assert cu_queries[-1] == size.tokens and len(cu_queries) == len(cu_keys) == size.sequences + 1
+    assert cu_keys[-1] == len(rows) <= size.keys and len(bounds) == size.tokens + 1
+    assert np.array_equal(np.sort(rows), rows[order]) and bounds[-1] == len(rows)
+    assert np.diff(cu_keys).max() <= size.longest and (np.diff(cu_keys) >= np.diff(cu_queries)).all()
+    for end, key_end in zip(cu_queries[1:], cu_keys[1:], strict=True):
+        assert rows[key_end - 1] == end - 1, "the last key of a segment is its last token"
 
 
 def test_a_captured_pass_adds_to_one_that_was_not(tools, pair):

@@ -15,7 +15,7 @@ from verl.engines.settings import read_settings
 from verl.engines.sharding import EngineRanks
 from verl.errors import ConfigError, ModelError
 from verl.models.attention import PackedAttention
-from verl.models.packing import pack, part_of
+from verl.models.packing import pack, pack_shared, part_of
 from verl.models.ulysses import SequenceGroup, check_heads
 
 WORKER = Path(__file__).with_name("ulysses_worker.py")
@@ -23,8 +23,8 @@ CPU = torch.device("cpu")
 INPUTS = ("input_ids", "attention_mask", "response_mask")
 
 
-def parts_of(batch, size):
-    whole = pack(*(batch.batch[name] for name in INPUTS), CPU)
+def parts_of(batch, size, packing=pack):
+    whole = packing(*(batch.batch[name] for name in INPUTS), CPU)
     return whole, [part_of(whole, SequenceGroup(None, rank, size, 1.0), CPU) for rank in range(size)]
 
 
@@ -49,6 +49,21 @@ def test_parts_are_the_pack(tools, lengths, size):
         )
     assert torch.equal(torch.cat([part.target for part in parts]), whole.target[_order(whole)])
     assert torch.equal(torch.cat([part.slot for part in parts]), whole.slot[_order(whole)])
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_parts_of_a_pack_with_shared_beginnings(tools, size):
+    whole, parts = parts_of(tools.groups(), size, pack_shared)
+    tokens = whole.input_ids.shape[1]
+    padding = -tokens % size
+    assert torch.equal(torch.cat([part.input_ids for part in parts], 1)[:, :tokens], whole.input_ids)
+    for part in parts:
+        attention, own = part.attention.whole, _own(whole, part)
+        assert attention.segments == (*whole.attention.segments, *[(padding, padding)] * bool(padding))
+        assert attention.key_index.max() == tokens + padding - 1 and part.repeated == whole.repeated
+        found = part.sources_of(part.input_ids[0, :, None])[:, 0]
+        assert torch.equal(found, whole.input_ids[0, whole.source][own])
+        assert torch.equal(part.slot, whole.slot[own])
 
 
 def _order(whole):
@@ -123,7 +138,7 @@ def alone():
     assert spec and spec.loader
     worker = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(worker)
-    return functools.cache(lambda name: worker.train(worker.engine_of(worker.CASES[name], 1), 0, 1, 1))
+    return functools.cache(lambda name: worker.train(worker.CASES[name], 0, 1, 1))
 
 
 @pytest.fixture(scope="module")

@@ -60,6 +60,13 @@ CASES: dict[str, dict[str, Any]] = {
         "options": {"lora_rank": 4, "enable_gradient_checkpointing": True},
     },
     "token_budget": {"role": {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 10}},
+    "groups": {"groups": True, "role": {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 20}},
+    "groups_recomputed": {
+        "groups": True,
+        "architecture": "mistral",
+        "role": {"ppo_micro_batch_size_per_gpu": 6},
+        "options": {"enable_gradient_checkpointing": True},
+    },
     "measured": {"role": {"ppo_micro_batch_size_per_gpu": None}},
     "replicated": {"role": {"fsdp_config.fsdp_size": 2}},
 }
@@ -76,15 +83,18 @@ def engine_of(case: dict[str, Any], degree: int) -> Any:
         kind,
         model=model,
         role={**ROLE, **case.get("role", {}), KEY: degree},
+        share_prefixes=degree > 1,  # compared with separate rows
         **case.get("options", {}),
     )
 
 
-def train(engine: Any, rank: int, world: int, degree: int) -> dict[str, Any]:
+def train(case: dict[str, Any], rank: int, world: int, degree: int) -> dict[str, Any]:
     """Outputs, loss and gradients of a mini-batch, gradient norms and weights of three steps."""
+    engine = engine_of(case, degree)
     layout = engine.info.layout
     assert (layout.dp, layout.cp) == (world // degree, degree)
-    batch = gloo_worker.share(conftest.make_batch(holes=True), layout.data_rank(rank), layout.dp)
+    rows = conftest.make_groups() if case.get("groups") else conftest.make_batch(holes=True)
+    batch = gloo_worker.share(rows, layout.data_rank(rank), layout.dp)
     critic = hasattr(conftest.module_of(engine), "score")
     if critic:
         outputs = {"values": engine.values(batch)}
@@ -100,7 +110,9 @@ def train(engine: Any, rank: int, world: int, degree: int) -> dict[str, Any]:
     gradients: dict[str, torch.Tensor] = {}
     norms = []
     for _ in range(STEPS):
-        engine.forward_backward(batch, loss, temperature=0.7, with_entropy=not critic)
+        metrics = engine.forward_backward(batch, loss, temperature=0.7, with_entropy=not critic)
+        if degree > 1 and case.get("groups"):
+            assert metrics["perf/shared_tokens/actor"].value > 0.3
         if not gradients:
             gradients = {
                 name: gloo_worker._whole(grad).clone() for name, grad in conftest.gradients_of(engine).items()
@@ -116,12 +128,21 @@ def train(engine: Any, rank: int, world: int, degree: int) -> dict[str, Any]:
     }
 
 
-FOUR = ("llama_tied", "qwen3_recomputed", "gemma2", "one_by_one", "one_kv_head", "critic", "lora_recomputed")
+FOUR = (
+    "groups",
+    "llama_tied",
+    "qwen3_recomputed",
+    "gemma2",
+    "one_by_one",
+    "one_kv_head",
+    "critic",
+    "lora_recomputed",
+)
 TWO_OF_FOUR = ("llama_tied", "token_budget", "replicated", "critic")
 
 
 def trained(rank: int, world: int, degree: int, names: Iterable[str]) -> dict[str, Any]:
-    return {name: train(engine_of(CASES[name], degree), rank, world, degree) for name in names}
+    return {name: train(CASES[name], rank, world, degree) for name in names}
 
 
 def split_over_all(rank: int, world: int, folder: Path) -> dict[str, Any]:

@@ -16,12 +16,14 @@ from dataclasses import dataclass
 from itertools import compress
 from typing import Any
 
+import numpy as np
 import torch
 
 from verl.engines.optim import MasterAdamW
-from verl.models.attention import AttentionCall, PackedAttention, varlen_attention
+from verl.models.attention import AttentionCall, PackedAttention, send, varlen_attention
 from verl.models.introspection import backbone_of
 from verl.models.packing import Pack
+from verl.models.shared_prefixes import SharedInputs, SharedPrefixAttention, bounds_of, shared_inputs
 from verl.models.vmm_buffer import GraphRecorder
 
 log = logging.getLogger(__name__)
@@ -37,23 +39,27 @@ _SHORTEST = 128
 
 @dataclass(frozen=True)
 class Size:
-    """Of a captured pack: tokens, sequences (empty ones among them) and the most tokens a sequence may have."""
+    """Of a captured pack: tokens, sequences (empty ones among them), the most tokens a sequence may have and, where
+    sequences share beginnings, the keys of all (else 0)."""
 
     tokens: int
     sequences: int
     longest: int
+    keys: int = 0
 
 
-def graph_size(lengths: Sequence[int]) -> Size:
-    """The size to run sequences of these lengths in: at most an eighth more tokens and a quarter more sequences (empty
-    ones cost a fraction of others), so that a run meets few sizes."""
-    tokens = sum(lengths)
+def graph_size(lengths: Sequence[int], key_lengths: Sequence[int] = ()) -> Size:
+    """The size to run sequences of these lengths in (`key_lengths`: with the beginnings that they share): at most an
+    eighth more tokens and a quarter more sequences and keys (empty sequences cost a fraction of others), so that a run
+    meets few sizes."""
+    tokens, most = sum(lengths), max(key_lengths or lengths)
     padded = _rounded(tokens, 8, 64)
-    longest = max(1 << (max(lengths) - 1).bit_length(), _SHORTEST)
-    if max(lengths) <= longest * 3 // 4 and longest > _SHORTEST:
+    longest = max(1 << (most - 1).bit_length(), _SHORTEST)
+    if most <= longest * 3 // 4 and longest > _SHORTEST:
         longest = longest * 3 // 4
     sequences = len(lengths) + max(-(-(padded - tokens) // longest), 1)
-    return Size(padded, _rounded(sequences, 4, 8), longest)
+    keys = _rounded(sum(key_lengths) + padded - tokens, 4, 64) if key_lengths else 0
+    return Size(padded, _rounded(sequences, 4, 8), longest, keys)
 
 
 def _rounded(count: int, parts: int, least: int) -> int:
@@ -81,12 +87,41 @@ class _FixedAttention(PackedAttention):
 
     def __init__(self, cu_seqlens: torch.Tensor, size: Size) -> None:
         super().__init__(cu_seqlens, (size.longest,), "varlen")
+        self.inputs: tuple[torch.Tensor, ...] = (cu_seqlens,)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         call = call.within(self.lengths[0])
         if call.backend(uniform=False) != "varlen":
             raise _CannotCapture("its attention has no kernel for sequences of any length")
         return varlen_attention(call, self.cu_seqlens, self.lengths[0])
+
+
+class _FixedSharedAttention:
+    """The same where sequences share beginnings. At first none does: each token is its own key."""
+
+    def __init__(self, cu_seqlens: torch.Tensor, size: Size) -> None:
+        at = torch.arange(max(size.keys, size.tokens + 1), device=cu_seqlens.device)
+        rows, order = at[: size.keys].clamp(max=size.tokens - 1), at[: size.keys]
+        self.inputs = SharedInputs(cu_seqlens, cu_seqlens.clone(), rows, order, at[: size.tokens + 1].clone())
+        self.longest = size.longest
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        call = self.inputs.copied(call.within(self.longest))
+        if call.backend(uniform=False) != "varlen":
+            raise _CannotCapture("its attention has no kernel for sequences of any length")
+        return self.inputs.attend(call, self.longest, self.longest)
+
+
+def attention_inputs(
+    attention: PackedAttention | SharedPrefixAttention, size: Size
+) -> tuple[np.ndarray, ...]:
+    """What attention reads from the device for a pack in this size: bounds of sequences, or `SharedInputs`."""
+    lengths = padded_lengths(attention.lengths, size)
+    if isinstance(attention, PackedAttention):
+        return (bounds_of(lengths),)
+    key_index = np.concatenate([attention.key_index, np.arange(sum(attention.lengths), size.tokens)])
+    key_lengths = [*attention.key_lengths, *lengths[len(attention.lengths) :]]
+    return shared_inputs(lengths, key_lengths, key_index)
 
 
 @dataclass(frozen=True)
@@ -110,8 +145,10 @@ class _PaddedPass:
         self.size, self._optimizer, self._device = size, optimizer, device
         self.input_ids = torch.zeros_like(at)[None]
         self.position_ids = (at % size.longest)[None]
-        self.cu_seqlens = bounds.clamp(max=size.tokens).int()
-        nothing, attention = at[:0], _FixedAttention(self.cu_seqlens, size)
+        cu_seqlens = bounds.clamp(max=size.tokens).int()
+        kind = _FixedSharedAttention if size.keys else _FixedAttention
+        nothing, attention = at[:0], kind(cu_seqlens, size)
+        self.attention_inputs = attention.inputs
         self._pack = Pack(self.input_ids, self.position_ids, attention, nothing, nothing, nothing, 0, 0)
         self._backbone = backbone_of(model)
         names = {id(param): name for name, param in optimizer.params.items()}
@@ -124,13 +161,12 @@ class _PaddedPass:
         }
         self._owners = [names[id(param)] for param in self._backbone.parameters() if id(param) in names]
 
-    def fill(self, pack: Pack, lengths: Sequence[int]) -> None:
+    def fill(self, pack: Pack, given: Sequence[np.ndarray]) -> None:
         count = pack.input_ids.shape[1]
         self.input_ids[:, :count].copy_(pack.input_ids)
         self.position_ids[:, :count].copy_(pack.position_ids)
-        bounds = torch.zeros(len(lengths) + 1, dtype=torch.int32)
-        torch.cumsum(torch.tensor(lengths, dtype=torch.int32), 0, out=bounds[1:])
-        self.cu_seqlens.copy_(bounds, non_blocking=True)
+        for fixed, values in zip(self.attention_inputs, given, strict=True):
+            fixed[: len(values)].copy_(send(values, fixed.device))
 
     @torch.enable_grad()
     def _forward(self) -> torch.Tensor:
@@ -255,9 +291,10 @@ class BackboneGraphs:
         """The last hidden states [1, N, D], with gradient, of a pack padded behind; None where it is not to be captured
         or cannot be."""
         attention = pack.attention
-        if not self._working or type(attention) is not PackedAttention:
+        if not self._working or type(attention) not in (PackedAttention, SharedPrefixAttention):
             return None
-        size = graph_size(attention.lengths)
+        assert isinstance(attention, PackedAttention | SharedPrefixAttention)
+        size = graph_size(attention.lengths, getattr(attention, "key_lengths", ()))
         if size.tokens > self._most_tokens or size.longest > (self._longest or size.longest):
             return None
         addresses = [param.data_ptr() for param in self._parameters]
@@ -270,7 +307,7 @@ class BackboneGraphs:
             if not self._working:
                 return None
         padded = known or _PaddedPass(self._model, size, self._optimizer, self._device)
-        padded.fill(pack, padded_lengths(attention.lengths, size))
+        padded.fill(pack, attention_inputs(attention, size))
         try:
             hidden: torch.Tensor = _Run.apply(self._trigger, padded)
         except _CannotCapture as error:

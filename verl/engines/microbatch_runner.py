@@ -151,9 +151,7 @@ class MicroBatchRunner:
         ids, attended, wanted = (batch.batch[name] for name in INPUTS)
         return budget.shared_units(ids, attended, wanted, rows, together, most)
 
-    def _pack(
-        self, ids: torch.Tensor, mask: torch.Tensor, wanted: torch.Tensor, shares: bool = False
-    ) -> Pack:
+    def _pack(self, ids: torch.Tensor, mask: torch.Tensor, wanted: torch.Tensor, shares: bool) -> Pack:
         packed = (pack_shared if shares else pack) if self.packed else pad
         if self.sequence is not None:
             return part_of(packed(ids, mask, wanted, torch.device("cpu")), self.sequence, self.device)
@@ -162,7 +160,7 @@ class MicroBatchRunner:
     def dummy_batch(self) -> Pack:
         """One token without output: what a rank without rows runs so that the others can gather parameters."""
         one = torch.zeros(1, 1, dtype=torch.long)
-        return self._pack(one, torch.ones_like(one), one)
+        return self._pack(one, torch.ones_like(one), one, False)
 
     def reshard(self) -> None:
         """After passes without gradient."""
@@ -427,7 +425,7 @@ class MicroBatchRunner:
         ids = torch.randint(0, int(config.vocab_size), shape, generator=torch.Generator().manual_seed(0))
         wanted = torch.ones_like(ids)
         wanted[:, 0] = 0
-        return self._pack(ids, torch.ones_like(ids), wanted)
+        return self._pack(ids, torch.ones_like(ids), wanted, False)
 
     def probe(self, tokens: int, kind: PassKind) -> None:
         """One pass over random tokens; leaves no gradient."""

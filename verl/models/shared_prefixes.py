@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 
-from verl.models.attention import AttentionCall, PackedAttention, dense_runs, send, varlen_attention
+from verl.models.attention import AttentionCall, dense_runs, send, varlen_attention
 from verl.models.kernels import triton_fault
 
 FEWEST_SHARED = 8
@@ -131,20 +132,51 @@ class SharedPrefixAttention:
     def __init__(
         self, segments: Sequence[tuple[int, int]], key_index: np.ndarray, device: torch.device
     ) -> None:
-        self.segments, self.key_index = tuple(segments), key_index
-        self._queries, self._keys = (
-            PackedAttention.from_lengths(side, device) for side in zip(*segments, strict=True)
-        )
-        self._copies = RowCopies.of(key_index, sum(self._queries.lengths), device)
+        self.segments, self.key_index, self._device = tuple(segments), key_index, device
+        self.lengths, self.key_lengths = zip(*segments, strict=True)
+
+    @cached_property
+    def _inputs(self) -> SharedInputs:
+        """Made when they are first needed: a captured pass has its own."""
+        host = shared_inputs(self.lengths, self.key_lengths, self.key_index)
+        return SharedInputs(*(send(x, self._device) for x in host))
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        k, v = (copy_tokens(x, self._copies) for x in (call.k, call.v))
-        longest = max(self._keys.lengths)
-        call = call.on(call.q, k, v).within(longest)
+        longest = max(self.key_lengths)
+        call = self._inputs.copied(call.within(longest))
         if call.backend(uniform=False) != "varlen":
             return dense_runs(call, self.segments)
-        ends = (self._keys.cu_seqlens, longest)
-        return varlen_attention(call, self._queries.cu_seqlens, max(self._queries.lengths), ends)
+        return self._inputs.attend(call, max(self.lengths), longest)
+
+
+class SharedInputs(NamedTuple):
+    """What attention over shared beginnings reads from the device."""
+
+    cu_queries: torch.Tensor
+    cu_keys: torch.Tensor
+    rows: torch.Tensor
+    order: torch.Tensor
+    bounds: torch.Tensor
+
+    def copied(self, call: AttentionCall) -> AttentionCall:
+        """With the keys and values of each segment one after the other."""
+        copies = RowCopies(self.rows, self.order, self.bounds)
+        return call.on(call.q, copy_tokens(call.k, copies), copy_tokens(call.v, copies))
+
+    def attend(self, copied: AttentionCall, longest: int, longest_keys: int) -> torch.Tensor:
+        return varlen_attention(copied, self.cu_queries, longest, (self.cu_keys, longest_keys))
+
+
+def shared_inputs(
+    lengths: Sequence[int], key_lengths: Sequence[int], key_index: np.ndarray
+) -> tuple[np.ndarray, ...]:
+    """The fields of `SharedInputs`, on the host."""
+    return bounds_of(lengths), bounds_of(key_lengths), *copies_of(key_index, sum(lengths))
+
+
+def bounds_of(lengths: Sequence[int]) -> np.ndarray:
+    """0, lengths[0], lengths[0] + lengths[1], ..."""
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
 
 
 class RowCopies(NamedTuple):
@@ -159,9 +191,13 @@ class RowCopies(NamedTuple):
     @staticmethod
     def of(rows: np.ndarray, count: int, device: torch.device) -> RowCopies:
         """Of a tensor with `count` rows (and maybe more)."""
-        order = rows.argsort(kind="stable")
-        bounds = np.searchsorted(rows[order], np.arange(count + 1))
-        return RowCopies(*(send(x, device) for x in (rows, order, bounds)))
+        return RowCopies(*(send(x, device) for x in copies_of(rows, count)))
+
+
+def copies_of(rows: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The fields of `RowCopies`, on the host."""
+    order = rows.argsort(kind="stable")
+    return rows, order, np.searchsorted(rows[order], np.arange(count + 1))
 
 
 def copy_rows(x: torch.Tensor, copies: RowCopies) -> torch.Tensor:
