@@ -50,33 +50,35 @@ total = sum_copies(values, copies.order, copies.bounds, 11)
 torch.testing.assert_close(total, torch.zeros(11, 3, 200).index_add_(0, rows, values), rtol=1e-5, atol=1e-5)
 
 from verl.models.kernels.adamw import AdamWUpdate, AddAll
-params = [torch.randn(5, 600).bfloat16(), torch.randn(7).bfloat16(), torch.randn(2048).bfloat16()]
-masters = [param.float() for param in params]
-firsts, seconds = ([torch.zeros_like(master) for master in masters] for _ in range(2))
-references = [torch.nn.Parameter(master.clone()) for master in masters]
-groups = [{"params": references[:1], "weight_decay": 0.3}, {"params": references[1:], "weight_decay": 0.0}]
-plain = torch.optim.AdamW(groups, lr=0.1, betas=(0.8, 0.95), eps=1e-6)
-for updates in range(1, 4):
-    gradients = [torch.randn_like(master) for master in masters]
-    update = AdamWUpdate(params, masters, firsts, seconds, gradients, [True, False, False])
-    update.launch(updates=updates, lr=0.1, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.3, factor=0.5)
-    for reference, gradient in zip(references, gradients):
-        reference.grad = gradient * 0.5
-    plain.step()
-for param, master, reference in zip(params, masters, references):
-    torch.testing.assert_close(master, reference.detach(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(param.float(), master, rtol=2**-7, atol=0)  # the interpreter cuts bits off
+for columns in (600, 640):  # of which the second can be loaded several at a time
+    params = [torch.randn(5, columns).bfloat16(), torch.randn(columns // 4).bfloat16(), torch.randn(2048).bfloat16()]
+    masters = [param.float() for param in params]
+    firsts, seconds = ([torch.zeros_like(master) for master in masters] for _ in range(2))
+    references = [torch.nn.Parameter(master.clone()) for master in masters]
+    groups = [{"params": references[:1], "weight_decay": 0.3}, {"params": references[1:], "weight_decay": 0.0}]
+    plain = torch.optim.AdamW(groups, lr=0.1, betas=(0.8, 0.95), eps=1e-6)
+    for updates in range(1, 4):
+        gradients = [torch.randn_like(master) for master in masters]
+        update = AdamWUpdate(params, masters, firsts, seconds, gradients, [True, False, False])
+        update.launch(updates=updates, lr=0.1, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.3, factor=0.5)
+        for reference, gradient in zip(references, gradients):
+            reference.grad = gradient * 0.5
+        plain.step()
+    for param, master, reference in zip(params, masters, references):
+        torch.testing.assert_close(master, reference.detach(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(param.float(), master, rtol=2**-7, atol=0)  # the interpreter cuts bits off
 
-sums = [torch.randn_like(master) for master in masters]
-right = [total + param.float() for total, param in zip(sums, params)]
-before = [total.clone() for total in sums]
-add = AddAll(sums, torch.bfloat16)
-add.launch(params)
-assert all(torch.equal(total, old) for total, old in zip(sums, before)), "its table is written after the capture"
-add.write_table()
-add.launch(params)
-for total, expected in zip(sums, right):
-    torch.testing.assert_close(total, expected, rtol=0, atol=0)
+    sums = [torch.randn_like(master) for master in masters]
+    right = [total + param.float() for total, param in zip(sums, params)]
+    before = [total.clone() for total in sums]
+    add = AddAll(sums, torch.bfloat16)
+    add.launch(params)
+    assert all(torch.equal(total, old) for total, old in zip(sums, before)), "its table is written after the capture"
+    add.write_table()
+    add.launch(params)
+    for total, expected in zip(sums, right):
+        torch.testing.assert_close(total, expected, rtol=0, atol=0)
+    assert add._aligned == (columns == 640)
 
 for architecture, expected in (("llama", 9), ("qwen3", 13), ("gemma", 2)):
     extra = {"head_dim": 8} if architecture != "llama" else {}

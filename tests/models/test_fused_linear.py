@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from verl.models import fused_linear
 from verl.models.fused_linear import HeadOptions, VocabularyShard, fused_head, slice_columns
 
 
@@ -202,6 +203,38 @@ def test_the_whole_logits_matrix_never_exists():
     assert largest(fused) == vocab * 8
     # The same counter does see the matrix where it is made: a counter that sees nothing proves nothing.
     assert largest(lambda: plain(hidden, weight, None, target, HeadOptions())[0]) >= tokens * vocab
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0, "with_entropy": True}])
+def test_kept_logits_change_no_number_and_stay_within_their_memory(monkeypatch, options):
+    """None, three of eight slices, and all of them."""
+    hidden, weight, bias, target = inputs(6, 5, 2000, torch.float32)
+    counted, computed = fused_linear.product, []
+
+    def product(*args):
+        computed.append(args)
+        return counted(*args)
+
+    monkeypatch.setattr(fused_linear, "product", product)
+    gradients = []
+    for room, products in ((0, 16), (3 * 6 * 256 * 4, 13), (1 << 30, 8)):
+        computed.clear()
+        monkeypatch.setattr(fused_linear, "_kept_bytes", lambda device, room=room: room)
+        out = fused_head(hidden, weight, target, bias=bias, options=HeadOptions(0.7, columns=256, **options))
+        loss = out.log_probs.sum() if out.entropy is None else (out.log_probs + out.entropy).sum()
+        gradients.append((loss, *torch.autograd.grad(loss, (hidden, weight, bias))))
+        assert len(computed) == products
+    for found in gradients[1:]:
+        for left, right in zip(gradients[0], found, strict=True):
+            assert torch.equal(left, right)
+
+
+def test_without_gradient_no_logits_are_kept(monkeypatch):
+    monkeypatch.setattr(fused_linear, "_kept_bytes", lambda device: pytest.fail("asked for memory"))
+    hidden, weight, _, target = inputs(6, 5, 2000, torch.float32)
+    with torch.no_grad():
+        fused_head(hidden, weight, target)
+    fused_head(hidden, weight, target, options=HeadOptions(keeps_logits=False)).log_probs.sum().backward()
 
 
 def test_slices_are_bounded_whatever_the_number_of_tokens():

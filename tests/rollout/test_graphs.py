@@ -179,6 +179,7 @@ class FakeCuda:
             "current_stream": lambda device=None: Stream(None),
             "synchronize": lambda device=None: None,
             "empty_cache": lambda: None,
+            "mem_get_info": lambda device=None: (1, 8),
         }
         for name, value in replaced.items():
             monkeypatch.setattr(torch.cuda, name, value)

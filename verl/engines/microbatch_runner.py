@@ -59,9 +59,10 @@ OutputsOf = Callable[..., dict[str, torch.Tensor]]
 INPUTS = ("input_ids", "attention_mask", "response_mask")
 _FLOAT32_COLUMNS = 16 * FEWEST_COLUMNS
 """Rows of the output matrix that are widened to float32 at once."""
-PROBE_OPTIONS = HeadOptions(with_entropy=True, columns=FEWEST_COLUMNS)
+PROBE_OPTIONS = HeadOptions(with_entropy=True, columns=FEWEST_COLUMNS, keeps_logits=False)
 """The slice of logits held at once grows with the tokens up to a bound that a probe does not reach: it is kept narrow
-and counted in `_measure_tokens`, or its growth would be taken for a cost of every token."""
+and counted in `_measure_tokens`, or its growth would be taken for a cost of every token. Nor are logits kept, which
+take what is free."""
 
 
 @dataclass

@@ -1,9 +1,10 @@
 """Log-probability, entropy and sum of squared probabilities straight from hidden states and the output matrix.
 
-Logits [tokens, vocabulary] are computed one slice of columns at a time; the backward pass recomputes each slice. The
-products run in the dtype of the inputs with float32 results, every reduction over the vocabulary is float32 (float64
-for float64). Slicing the vocabulary, not the tokens, gives each row of the weight's gradient in one product over all
-tokens, already summed in float32.
+Logits [tokens, vocabulary] are computed one slice of columns at a time. As many slices as a part of the free memory
+holds are kept for the backward pass, which recomputes the others: the numbers are the same, and the product is a
+quarter of the work of this layer. The products run in the dtype of the inputs with float32 results, every reduction
+over the vocabulary is float32 (float64 for float64). Slicing the vocabulary, not the tokens, gives each row of the
+weight's gradient in one product over all tokens, already summed in float32.
 
 With x = cap(hidden W^T + bias) * scale / temperature, p = softmax(x), y the target:
   log_prob = x_y - lse,  entropy H = lse - sum p x,  sum_pi_squared = sum p^2 (no gradient),
@@ -17,18 +18,21 @@ Shapes: M tokens, D hidden size, V vocabulary (this rank's part of it), C column
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
+from verl.memory import free_device_bytes, free_host_bytes
 from verl.models.kernels import triton_fault
 
 _SLICE_BYTES_CPU = 16 << 20
 _SLICE_BYTES_CUDA = 512 << 20
 FEWEST_COLUMNS = 256
+_KEPT_SHARE = 8
+"""Of the free memory one part in so many may hold logits: the rest is for the backward pass."""
 
 HeadKernel = Literal["auto", "torch", "triton"]
 
@@ -44,6 +48,8 @@ class HeadOptions:
     with_sum_pi_squared: bool = False
     columns: int | None = None
     kernel: HeadKernel = "auto"
+    keeps_logits: bool = True
+    """Whether the backward pass may find logits in memory."""
 
     @property
     def factor(self) -> float:
@@ -69,6 +75,14 @@ def slice_columns(tokens: int, device: torch.device) -> int:
 def slice_bytes(tokens: int, vocab: int, device: torch.device) -> int:
     """Of one slice of float32 logits and its gradient, which are in memory together."""
     return 2 * 4 * tokens * min(slice_columns(tokens, device), vocab)
+
+
+def _kept_bytes(device: torch.device) -> int:
+    """Of logits that may stay in memory till the backward pass."""
+    if device.type != "cuda":
+        return free_host_bytes() // _KEPT_SHARE
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return (free_device_bytes(device) + cached) // _KEPT_SHARE
 
 
 def _use_triton(options: HeadOptions, x: torch.Tensor) -> bool:
@@ -236,9 +250,15 @@ class _FusedHead(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         columns = options.columns or slice_columns(hidden.shape[0], hidden.device)
         rows = _Statistics(hidden.shape[0], hidden, options)
+        kept: list[torch.Tensor] = []
+        left = _kept_bytes(hidden.device) if options.keeps_logits and any(ctx.needs_input_grad) else 0
         for first in range(0, shard.rows, columns):
             block = slice(first, first + columns)
             x = product(hidden, weight[block].t(), None if bias is None else bias[block])
+            left -= x.nbytes
+            if left >= 0:
+                kept.append(x)
+                x = x if _use_triton(options, x) else x.clone()  # torch's code overwrites it
             rows.fold(x, target, shard.first + first, options)
             del x
         if shard.group is not None:
@@ -248,6 +268,7 @@ class _FusedHead(torch.autograd.Function):
         squares = None if rows.squares is None else rows.squares / rows.total.square()
         ctx.options, ctx.columns, ctx.first = options, columns, shard.first
         ctx.save_for_backward(hidden, weight, bias, target, lse, mean_logit)
+        ctx.kept = kept
         if squares is not None:
             ctx.mark_non_differentiable(squares)
         ctx.set_materialize_grads(False)
@@ -265,7 +286,10 @@ class _FusedHead(torch.autograd.Function):
         grad_bias = torch.empty_like(bias) if want_bias else None
         for first in range(0, weight.shape[0], ctx.columns):
             block = slice(first, first + ctx.columns)
-            x = product(hidden, weight[block].t(), None if bias is None else bias[block])
+            if ctx.kept:
+                x = ctx.kept.pop(0)
+            else:
+                x = product(hidden, weight[block].t(), None if bias is None else bias[block])
             grad_x = _logit_gradient(x, target, ctx.first + first, ctx.options, rows, hidden.dtype)
             del x
             if grad_hidden is not None:
@@ -298,7 +322,8 @@ def fused_head(
         raise ValueError(
             f"the output matrix has {weight.shape[0]} rows, its shard {shard.rows}: give those alone"
         )
-    log_probs, entropy, squares = _FusedHead.apply(
-        hidden, weight, bias, target, options or HeadOptions(), shard
-    )
+    options = options or HeadOptions()
+    if not torch.is_grad_enabled():  # which the function below cannot ask
+        options = replace(options, keeps_logits=False)
+    log_probs, entropy, squares = _FusedHead.apply(hidden, weight, bias, target, options, shard)
     return HeadOutput(log_probs, entropy, squares)

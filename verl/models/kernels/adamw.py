@@ -20,6 +20,23 @@ _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32:
 
 
 @triton.jit
+def _pointer(entry_ptr, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """The address in a table's entry; the compiler must be told that it may load several numbers at once from it."""
+    pointer = tl.load(entry_ptr).to(tl.pointer_type(TYPE))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def _inside(entry_ptr, at, ALIGNED: tl.constexpr):
+    size = tl.load(entry_ptr)
+    if ALIGNED:
+        size = tl.multiple_of(size, 16)
+    return at < size
+
+
+@triton.jit
 def _adamw(
     table_ptr,
     blocks_ptr,
@@ -34,6 +51,7 @@ def _adamw(
     root_correction,
     PARAM: tl.constexpr,
     GRAD: tl.constexpr,
+    ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """The table's rows: addresses of parameters, masters, first and second moments and gradients; sizes; whether the
@@ -41,12 +59,12 @@ def _adamw(
     which = tl.load(blocks_ptr + 2 * tl.program_id(0))
     at = tl.load(blocks_ptr + 2 * tl.program_id(0) + 1) * BLOCK + tl.arange(0, BLOCK)
     column = table_ptr + which
-    param_ptr = tl.load(column).to(tl.pointer_type(PARAM))
-    master_ptr = tl.load(column + tensors).to(tl.pointer_type(tl.float32))
-    first_ptr = tl.load(column + 2 * tensors).to(tl.pointer_type(tl.float32))
-    second_ptr = tl.load(column + 3 * tensors).to(tl.pointer_type(tl.float32))
-    grad_ptr = tl.load(column + 4 * tensors).to(tl.pointer_type(GRAD))
-    inside = at < tl.load(column + 5 * tensors)
+    param_ptr = _pointer(column, PARAM, ALIGNED)
+    master_ptr = _pointer(column + tensors, tl.float32, ALIGNED)
+    first_ptr = _pointer(column + 2 * tensors, tl.float32, ALIGNED)
+    second_ptr = _pointer(column + 3 * tensors, tl.float32, ALIGNED)
+    grad_ptr = _pointer(column + 4 * tensors, GRAD, ALIGNED)
+    inside = _inside(column + 5 * tensors, at, ALIGNED)
     keep = 1.0 - decay * tl.load(column + 6 * tensors).to(tl.float32)
     grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32) * factor
     first = tl.load(first_ptr + at, mask=inside, other=0.0)
@@ -62,13 +80,13 @@ def _adamw(
 
 
 @triton.jit
-def _add(table_ptr, blocks_ptr, tensors, GRAD: tl.constexpr, BLOCK: tl.constexpr):
+def _add(table_ptr, blocks_ptr, tensors, GRAD: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     """The table's rows: addresses of float32 sums and of gradients; sizes."""
     which = tl.load(blocks_ptr + 2 * tl.program_id(0))
     at = tl.load(blocks_ptr + 2 * tl.program_id(0) + 1) * BLOCK + tl.arange(0, BLOCK)
-    sum_ptr = tl.load(table_ptr + which).to(tl.pointer_type(tl.float32))
-    grad_ptr = tl.load(table_ptr + tensors + which).to(tl.pointer_type(GRAD))
-    inside = at < tl.load(table_ptr + 2 * tensors + which)
+    sum_ptr = _pointer(table_ptr + which, tl.float32, ALIGNED)
+    grad_ptr = _pointer(table_ptr + tensors + which, GRAD, ALIGNED)
+    inside = _inside(table_ptr + 2 * tensors + which, at, ALIGNED)
     total = tl.load(sum_ptr + at, mask=inside, other=0.0)
     total += tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(sum_ptr + at, total, mask=inside)
@@ -79,6 +97,11 @@ def _blocks(sizes: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """[blocks, 2]: of each block of `_BLOCK` numbers its tensor and its place in it."""
     rows = [(which, at) for which, size in enumerate(sizes) for at in range(triton.cdiv(size, _BLOCK))]
     return torch.tensor(rows, dtype=torch.int64).view(-1, 2).to(device)
+
+
+def _aligned(rows: Sequence[Sequence[int]]) -> bool:
+    """Whether all addresses and sizes are multiples of 16."""
+    return not any(number % 16 for row in rows for number in row)
 
 
 def _send(rows: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
@@ -106,6 +129,7 @@ class AdamWUpdate:
         self._types = (_TYPES[params[0].dtype], _TYPES[grads[0].dtype])
         self._blocks = _blocks(sizes, device)
         addresses = [[x.data_ptr() for x in tensors] for tensors in (params, masters, firsts, seconds, grads)]
+        self._aligned = _aligned([*addresses, sizes])
         self._table = _send([*addresses, sizes, [int(decay) for decay in decays]], device)
 
     def launch(
@@ -136,6 +160,7 @@ class AdamWUpdate:
             (1 - betas[1] ** updates) ** -0.5,
             PARAM=self._types[0],
             GRAD=self._types[1],
+            ALIGNED=self._aligned,
             BLOCK=_BLOCK,
             num_warps=8,
         )
@@ -152,13 +177,18 @@ class AddAll:
         self._blocks = _blocks(sizes, self._device)
         self._table = torch.zeros(3, len(sums), dtype=torch.int64, device=self._device)
         self._rows = [[total.data_ptr() for total in sums], [0] * len(sums), list(sizes)]
+        # Of gradients it is found out in `write_table`: torch's allocator puts them at multiples of 512.
+        self._aligned = _aligned(self._rows)
 
     def launch(self, gradients: Sequence[torch.Tensor]) -> None:
         """Contiguous. They may be freed afterwards. Before `write_table` it adds nothing."""
         self._rows[1] = [gradient.data_ptr() for gradient in gradients]
         grid = (len(self._blocks),)
-        _add[grid](self._table, self._blocks, len(self._rows[0]), GRAD=self._dtype, BLOCK=_BLOCK)
+        settings = {"GRAD": self._dtype, "ALIGNED": self._aligned, "BLOCK": _BLOCK, "num_warps": 8}
+        _add[grid](self._table, self._blocks, len(self._rows[0]), **settings)
 
     def write_table(self) -> None:
         """After the capture."""
+        if self._aligned and not _aligned(self._rows):
+            raise RuntimeError("a gradient does not begin at a multiple of 16 bytes")
         self._table.copy_(_send(self._rows, self._device))

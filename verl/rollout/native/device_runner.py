@@ -112,6 +112,19 @@ class DeviceRunner:
         if self.fused is not None:
             self.fused.refresh()
 
+    @torch.no_grad()
+    def compile_kernels(self) -> None:
+        """Those of all batch sizes at once. They depend on the order of magnitude of the size, and on whether it is a
+        multiple of 16."""
+        if self.fused is None or not self.kinds.plain or self.state.device.type != "cuda":
+            return
+        from verl.models.kernels import compile_together
+
+        capacity = self.state.capacity
+        known = (graph_batch_size(rows, capacity) for rows in range(1, capacity + 1))
+        sizes = {(size.bit_length(), size % 16 == 0): size for size in known}
+        compile_together("generation", lambda: [self.decode_step(size) for size in sizes.values()])
+
     # One scheduling iteration: schedule, run, finished
 
     def schedule(self, scheduler: Scheduler) -> Step:

@@ -259,6 +259,7 @@ class NativeRollout(ModuleEngine):
             last.release()  # the new one may need its memory
         state = GPUState(work, sizes)
         state.runner.use_graphs = self._allows_graphs(state)
+        state.runner.compile_kernels()
         return state
 
     def _open_module(self) -> None:
