@@ -123,6 +123,23 @@ def products_of_wide_models_equal_the_reference_engine() -> str:
 
 
 @check
+def prompts_attended_to_together_equal_the_reference_engine() -> str:
+    """Whatever the prompt's length; rows end and leave their group at different times."""
+    before, model_code._SHARED_BYTES = model_code._SHARED_BYTES, 1
+    try:
+        model, asked = build_model("llama").to(DEVICE), requests(temperature=0.8, n=9)
+        theirs = answers(HFRollout(model, None), asked)
+        for limits in ({}, {"enforce_eager": True}, {"max_num_seqs": 7, "cache_tokens": 16 * 60}):
+            engine = native(model, **limits)
+            said = compare(answers(engine, asked), theirs, 1e-4)
+            if engine.state.runner.graphs and not any(key[2] for key in engine.state.runner.graphs):
+                raise AssertionError("no step shares a prompt")
+    finally:
+        model_code._SHARED_BYTES = before
+    return said
+
+
+@check
 def a_stream_gives_the_tokens_of_a_batch() -> str:
     """Requests submitted while others run, conversations that keep their KV blocks, weights updated in flight."""
     model = build_model("qwen3").to(DEVICE)

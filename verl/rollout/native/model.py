@@ -28,13 +28,16 @@ from torch import nn
 
 from verl.errors import ConfigError
 from verl.models.introspection import backbone_of, class_of, output_head
-from verl.rollout.native.ops import FP8_MAX, FP8_TYPE, DecodeInputs, Norms, Ops
+from verl.rollout.native.ops import FP8_MAX, FP8_TYPE, SHARED_QUERIES, DecodeInputs, Norms, Ops
 
 _LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
 _STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
 """Rotary embeddings that depend on the position alone."""
 SMALL = 1024
 """Up to this width of the model our own products in few kernels beat the library's."""
+_SHARED_BYTES = 128 << 10
+"""Attention to a prompt is computed once for all samples of it where its keys and values in one layer are at least so
+large: it saves reading them for every sample and costs one more kernel a layer."""
 _FP8_MULTIPLE = 16
 """The device's eight-bit product wants both sides of a weight to be multiples of this."""
 
@@ -205,6 +208,15 @@ class FusedDecoder(Backbone):
             weight[:1, None], torch.arange(max_length, device=weight.device)[None]
         )
         self.rope = cos[0].contiguous(), sin[0].contiguous()
+        config = model.config
+        kv_heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+        token_bytes = 2 * kv_heads * self.rope[0].shape[1] * weight.dtype.itemsize
+        self.sharing_rows = max(SHARED_QUERIES * kv_heads // int(config.num_attention_heads), 1)
+        """How many rows compute their attention to a common prompt together."""
+        self.least_shared = (
+            max(_SHARED_BYTES // token_bytes, 1) if any(x.window is None for x in layers) else None
+        )
+        """Prompts from this many tokens on are worth it; None where every layer has a window, which moves."""
         self.refresh()
 
     @staticmethod
@@ -219,6 +231,13 @@ class FusedDecoder(Backbone):
         layers = [_match_layer(layer, fp8) for layer in backbone.layers]
         known = [layer for layer in layers if layer is not None]
         return FusedDecoder(model, known, max_length) if len(known) == len(layers) else None
+
+    def shared_tokens(self, prompt: int, samples: int, block_size: int) -> int:
+        """Leading tokens that the samples of a prompt attend to together: its full blocks, or none. A property of the
+        request, whoever runs beside it, since it decides how a row's sums are split."""
+        tokens = prompt // block_size * block_size
+        worth = self.least_shared is not None and tokens >= self.least_shared and samples > 1
+        return tokens if worth else 0
 
     def refresh(self) -> None:
         """The weights may be new."""

@@ -14,16 +14,14 @@ order in which squares are summed differs.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from verl.rollout.native.kernels.rotary import _head_norm, _rotate
-
-if TYPE_CHECKING:
-    from verl.rollout.native.ops import DecodeInputs
+from verl.rollout.native.ops import DecodeInputs
 
 _PARTS = tl.constexpr(32)
 """At most this many sums of squares belong to a row."""

@@ -7,14 +7,11 @@ writes to the last block, which belongs to no sequence.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 
-if TYPE_CHECKING:
-    from verl.rollout.native.ops import DecodeInputs
+from verl.rollout.native.ops import DecodeInputs
 
 
 @triton.jit
