@@ -28,7 +28,8 @@ from torch import nn
 
 from verl.errors import ConfigError
 from verl.models.introspection import backbone_of, class_of, output_head
-from verl.rollout.native.ops import FP8_MAX, FP8_TYPE, SHARED_QUERIES, DecodeInputs, Norms, Ops
+from verl.rollout.native.kernels import SHARED_QUERIES
+from verl.rollout.native.ops import FP8_MAX, FP8_TYPE, DecodeInputs, Norms, Ops
 
 _LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
 _STATIC_ROPE = {"default", "linear", "llama3", "yarn"}

@@ -19,8 +19,6 @@ from verl.rollout.sampling import invert_cdf, uniform
 
 FP8_TYPE = torch.float8_e4m3fn
 FP8_MAX = 448.0
-SHARED_QUERIES = 64
-"""Queries of rows with a common prompt that one program of the attention serves."""
 
 Pair = tuple[Tensor, Tensor]
 """Keys and values of a layer's cache, cosine and sine by position, or numbers and their scales."""

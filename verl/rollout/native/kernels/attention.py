@@ -13,12 +13,16 @@ nothing. What a row computes depends only on its own length and `shared`: which 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 
-from verl.rollout.native.ops import SHARED_QUERIES, DecodeInputs
+from verl.rollout.native.kernels import SHARED_QUERIES
+
+if TYPE_CHECKING:
+    from verl.rollout.native.ops import DecodeInputs
 
 _SHARED_SPLITS = 2
 """Parts of the shared tokens that are computed side by side."""

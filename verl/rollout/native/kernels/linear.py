@@ -14,14 +14,16 @@ order in which squares are summed differs.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
 
 from verl.rollout.native.kernels.rotary import _head_norm, _rotate
-from verl.rollout.native.ops import DecodeInputs
+
+if TYPE_CHECKING:
+    from verl.rollout.native.ops import DecodeInputs
 
 _PARTS = tl.constexpr(32)
 """At most this many sums of squares belong to a row."""

@@ -7,11 +7,14 @@ writes to the last block, which belongs to no sequence.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
 
-from verl.rollout.native.ops import DecodeInputs
+if TYPE_CHECKING:
+    from verl.rollout.native.ops import DecodeInputs
 
 
 @triton.jit
