@@ -1,10 +1,11 @@
 """`python -m benchmarks.decode_kernels`: tile and launch settings of the decode kernels, on a CUDA device.
 
-    python -m benchmarks.decode_kernels [--only attention] [--before FILE] [--seconds 60]
+    python -m benchmarks.decode_kernels [--only attention qkv ...] [--before FILE] [--seconds 60]
 
 For each model shape and number of rows one line per kernel: microseconds of a call (inside a CUDA graph of many) with
 the settings the engine chooses, then the fastest candidates. The rows of the attention have contexts of 64 to 192
 prompt tokens, shared by groups of eight, and up to 250 of their own; "shared" computes the prompts once per group.
+"library" is the vendor's product with the kernels around it (without the residual addition for o and down).
 `--before` is a file with another version of `verl/rollout/native/kernels/attention.py`, timed on the same rows.
 """
 
@@ -23,10 +24,10 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.rollout_kernels import micros, say
-from verl.rollout.native.kernels import attention
+from verl.rollout.native.kernels import attention, layers, linear, rotary
 from verl.rollout.native.ops import DecodeInputs
 
-WORKERS = 12
+WORKERS = 16
 GROUP = 8
 BLOCK = 16
 
@@ -49,16 +50,28 @@ ATTENTION = [
     {"TILE": tile, "num_warps": warps, "num_stages": stages}
     for tile, warps, stages in (
         (16, 1, 3),
-        (16, 1, 4),
         (32, 1, 2),
         (32, 1, 3),
         (32, 2, 2),
         (32, 2, 3),
-        (32, 2, 4),
+        (32, 4, 3),
         (64, 2, 2),
         (64, 4, 2),
         (64, 4, 3),
-        (128, 4, 2),
+    )
+]
+TILES = [
+    {"BM": bm, "BN": bn, "BK": bk, "num_warps": warps, "num_stages": stages}
+    for bm, bn, bk, warps, stages in (
+        (16, 32, 128, 4, 4),
+        (32, 32, 128, 4, 4),
+        (64, 32, 64, 4, 4),
+        (64, 64, 64, 4, 3),
+        (64, 64, 64, 4, 4),
+        (64, 64, 128, 4, 2),
+        (128, 64, 64, 4, 4),
+        (128, 64, 64, 8, 3),
+        (128, 128, 64, 8, 3),
     )
 ]
 Timed = tuple[str, Callable[[], object]]
@@ -130,7 +143,92 @@ def attention_calls(shape: Shape, rows: int, before: Any, splits: int) -> Iterat
             )
 
 
-KERNELS = {"attention": attention_calls}
+class Products:
+    """The products of a small model's layer, of several layers' weights in turn."""
+
+    def __init__(self, shape: Shape, rows: int) -> None:
+        half = {"device": "cuda", "dtype": torch.bfloat16}
+        wide = shape.heads * shape.dim, shape.kv_heads * shape.dim
+        sizes = {
+            "q": (shape.hidden, wide[0]),
+            "k": (shape.hidden, wide[1]),
+            "v": (shape.hidden, wide[1]),
+            "o": (wide[0], shape.hidden),
+            "gate": (shape.hidden, shape.inner),
+            "up": (shape.hidden, shape.inner),
+            "down": (shape.inner, shape.hidden),
+        }
+        self._layers = [
+            {
+                name: torch.nn.Linear(*size, bias=False, **half).requires_grad_(False)
+                for name, size in sizes.items()
+            }
+            for _ in range(8 if shape.hidden < 1024 else 2)
+        ]
+        self._turn = 0
+        self.x = torch.randn(rows, shape.hidden, **half)
+        self.norm = torch.ones(shape.hidden, **half), 1e-5
+        self.stream = self.x, torch.rand(rows, 9, device="cuda")
+        self.mixed = torch.randn(rows, wide[0], **half)
+        self.gated = torch.randn(rows, shape.inner, **half)
+        made = AttentionRows(shape, rows)
+        self.cache, self.inputs = made.next_cache(), made.plain
+        self.rope = tuple(torch.randn(512, shape.dim, **half) for _ in range(2))
+
+    def of(self, *names: str) -> list[torch.nn.Linear]:
+        self._turn = (self._turn + 1) % len(self._layers)
+        return [self._layers[self._turn][name] for name in names]
+
+
+def _product_calls(made: Products, name: str) -> tuple[Callable[[], object], Callable[[Any], object]]:
+    """One product by the library with the kernels around it, and ours with some settings."""
+    x, norm = made.x, made.norm
+
+    def library_qkv() -> object:
+        normed = layers.add_rms_norm(x, x, *norm)[0]
+        q, k, v = (torch.nn.functional.linear(normed, layer.weight) for layer in made.of("q", "k", "v"))
+        return rotary.rotary_cache((q, k, v), made.cache, made.rope, made.inputs, None)
+
+    def library_gate() -> object:
+        normed = layers.add_rms_norm(x, x, *norm)[0]
+        gate, up = (torch.nn.functional.linear(normed, layer.weight) for layer in made.of("gate", "up"))
+        return layers.silu_mul(gate, up)
+
+    def ours_qkv(config: Any) -> object:
+        linears = made.of("q", "k", "v")
+        return linear.norm_qkv_rotary(
+            made.stream, norm, linears, made.cache, made.rope, made.inputs, None, config
+        )
+
+    if name == "qkv":
+        return library_qkv, ours_qkv
+    if name == "gate":
+        return library_gate, lambda config: linear.norm_gated(
+            made.stream, norm, *made.of("gate", "up"), config
+        )
+    given = made.mixed if name == "o" else made.gated
+    return (
+        lambda: torch.nn.functional.linear(given, made.of(name)[0].weight),
+        lambda config: linear.linear_add(given, made.of(name)[0], x, config),
+    )
+
+
+def product_calls(name: str) -> Callable[..., Iterator[Timed]]:
+    def calls(shape: Shape, rows: int, before: Any, splits: int) -> Iterator[Timed]:
+        if shape.hidden > 2048:
+            return
+        library, ours = _product_calls(Products(shape, rows), name)
+        yield "library", library
+        for settings in [None, *TILES]:
+            yield label_of(settings), lambda given=settings: ours(given)
+
+    return calls
+
+
+KERNELS = {
+    "attention": attention_calls,
+    **{name: product_calls(name) for name in ("qkv", "gate", "o", "down")},
+}
 
 
 def _load(path: str | None) -> Any:
@@ -171,12 +269,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", choices=list(KERNELS), default=None)
+    parser.add_argument("--only", choices=list(KERNELS), nargs="+", default=list(KERNELS))
     parser.add_argument("--before", default=None, help="another version of kernels/attention.py")
     parser.add_argument("--seconds", type=float, default=60)
     options = parser.parse_args()
     start = time.monotonic()
-    kernels = [options.only] if options.only else list(KERNELS)
+    kernels = options.only
     before = options.before and str(Path(options.before).resolve())
     # Compiled by processes forked before CUDA starts here; this one finds the binaries on disk.
     fork = multiprocessing.get_context("fork")
@@ -200,13 +298,14 @@ def main() -> int:
                         timed[label] = micros(call)
                     except Exception as error:  # as above
                         say(f"{kernel} {name} {rows} {label}: {type(error).__name__}")
-                _table(kernel, name, rows, timed)
+                if timed:
+                    _table(kernel, name, rows, timed)
                 torch.cuda.empty_cache()
     return 0
 
 
 def _table(kernel: str, name: str, rows: int, timed: dict[str, float]) -> None:
-    fixed = [label for label in ("before", "chosen", "shared chosen") if label in timed]
+    fixed = [label for label in ("before", "library", "chosen", "shared chosen") if label in timed]
     head = ", ".join(f"{label} {timed[label]:.1f}" for label in fixed)
     say(f"{kernel} {name} M={rows}: {head}")
     for prefix in ("", "shared "):

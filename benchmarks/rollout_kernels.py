@@ -17,28 +17,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from verl.rollout.native.kernels import attention, layers, linear, rotary, sampling, selection
+from verl.rollout.native.kernels import attention, layers, rotary, sampling, selection
 from verl.rollout.native.ops import DecodeInputs
 
 SHAPES = {
     "smollm2-135m": (576, 1536, 9, 3, 64, 49152),
     "qwen2.5-7b": (3584, 18944, 28, 4, 128, 152064),
 }
-TILES = [
-    {"BM": bm, "BN": bn, "BK": bk, "num_warps": warps, "num_stages": stages}
-    for bm, bn, bk, warps, stages in (
-        (16, 32, 64, 4, 4),
-        (16, 32, 192, 4, 3),
-        (16, 64, 64, 4, 5),
-        (32, 32, 64, 4, 4),
-        (64, 32, 64, 4, 4),
-        (64, 64, 64, 4, 4),
-        (64, 96, 64, 4, 4),
-        (128, 64, 64, 4, 4),
-        (128, 64, 64, 8, 3),
-        (128, 128, 64, 8, 3),
-    )
-]
 
 
 def micros(function: Callable[[], object], repeat: int = 20) -> float:
@@ -104,23 +89,6 @@ def products(name: str, rows: int, hidden: int, inner: int, heads: int, kv: int,
         f"{name} M={rows} down {micros(lambda: down_in @ next_of(downs).t()):.1f}, o "
         f"{micros(lambda: mixed @ next_of(outs).t()):.1f}, gate/up separate {micros(separate_gate):.1f}"
     )
-    if hidden > 1024 and rows > 64:
-        return
-    timings = []
-    for config in TILES:
-        if config["BM"] > max(16, rows) or (rows > 256 and config["BM"] < 64):
-            continue
-        label = "x".join(str(config[k]) for k in ("BM", "BN", "BK", "num_warps", "num_stages"))
-        try:
-            a = micros(lambda c=config: linear.joined_linear(x, next_of(qkv), None, c))
-            b = micros(lambda c=config: linear.gated_linear(x, *next_of(gates), c))
-        except Exception as error:  # a tile that does not fit is no reason to stop
-            say(f"  {label}: {type(error).__name__}")
-            continue
-        timings.append((a, b, label))
-    for index, what in ((0, "joined"), (1, "gated")):
-        best = sorted(timings, key=lambda t: t[index])[:3]
-        say(f"  {what}: " + ", ".join(f"{t[2]} {t[index]:.1f}" for t in best))
 
 
 def small_kernels(
@@ -135,13 +103,13 @@ def small_kernels(
     table = torch.randperm(rows * width, device="cuda").view(rows, width).int()
     positions = torch.full((rows,), context - 1, device="cuda")
     active = torch.ones(rows, dtype=torch.int64, device="cuda")
-    qkv = torch.randn(rows, (heads + 2 * kv) * dim, **half)
+    qkv = torch.randn(rows, (heads + 2 * kv) * dim, **half).split([heads * dim, kv * dim, kv * dim], 1)
     rope = tuple(torch.randn(context + 64, dim, **half) for _ in range(2))
     inputs = DecodeInputs(positions, positions, active, table)
     q = torch.randn(rows, heads, dim, **half)
     figures = {
         "norm": micros(lambda: layers.add_rms_norm(x, x, weight, 1e-5)),
-        "rotary": micros(lambda: rotary.rotary_cache(qkv, cache, rope, inputs, heads, None)),
+        "rotary": micros(lambda: rotary.rotary_cache(qkv, cache, rope, inputs, None)),
     }
     floor = rows * context * kv * dim * 2 * 2 / 4.3e12 * 1e6
     for splits in (1, 2, 4, 8):

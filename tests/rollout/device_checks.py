@@ -33,6 +33,7 @@ from verl.models.attention import AttentionCall
 from verl.rollout import Request, SamplingParams
 from verl.rollout.hf import HFRollout
 from verl.rollout.native import Limits, NativeRollout
+from verl.rollout.native import model as model_code
 from verl.rollout.native.device_attention import ContinuedAttention
 from verl.rollout.native.device_runner import DeviceRunner
 from verl.rollout.source import ModuleWeights
@@ -105,6 +106,36 @@ def sampled_tokens_equal_the_reference_engine() -> str:
     said = compare(answers(native(model), plain), answers(HFRollout(model, None), plain), 1e-4)
     filtered = requests(temperature=1.2, top_p=0.9, top_k=30, min_p=0.01, repetition_penalty=1.3)
     compare(answers(native(model), filtered), answers(HFRollout(model, None), filtered), 1e-4)
+    return said
+
+
+@check
+def products_of_wide_models_equal_the_reference_engine() -> str:
+    """The tiny models with the library's products, as models above `SMALL` run."""
+    before, model_code.SMALL = model_code.SMALL, 0
+    try:
+        for name in ("llama", "qwen2", "qwen3"):
+            model, asked = build_model(name).to(DEVICE), requests(temperature=0, ignore_eos=True)
+            said = compare(answers(native(model), asked), answers(HFRollout(model, None), asked), 1e-4)
+    finally:
+        model_code.SMALL = before
+    return said
+
+
+@check
+def prompts_attended_to_together_equal_the_reference_engine() -> str:
+    """Whatever the prompt's length; rows end and leave their group at different times."""
+    before, model_code._SHARED_BYTES = model_code._SHARED_BYTES, 1
+    try:
+        model, asked = build_model("llama").to(DEVICE), requests(temperature=0.8, n=9)
+        theirs = answers(HFRollout(model, None), asked)
+        for limits in ({}, {"enforce_eager": True}, {"max_num_seqs": 7, "cache_tokens": 16 * 60}):
+            engine = native(model, **limits)
+            said = compare(answers(engine, asked), theirs, 1e-4)
+            if engine.state.runner.graphs and not any(key[2] for key in engine.state.runner.graphs):
+                raise AssertionError("no step shares a prompt")
+    finally:
+        model_code._SHARED_BYTES = before
     return said
 
 

@@ -46,6 +46,49 @@ def rows_of(contexts: list[int], block_size: int, blocks: int) -> DecodeInputs:
     return DecodeInputs(positions, positions, active, table)
 
 
+def linear_layer(depth: int, width: int, bias: bool, dtype: torch.dtype, seed: int = 0) -> torch.nn.Linear:
+    layer = torch.nn.Linear(depth, width, bias=bias, dtype=dtype, device=DEVICE).requires_grad_(False)
+    layer.weight.copy_(randn(width, depth, dtype=dtype, seed=seed) * 0.3)
+    return layer
+
+
+def split_heads(qkv: torch.Tensor, heads: int, kv_heads: int, dim: int) -> tuple[torch.Tensor, ...]:
+    return qkv.split([heads * dim, kv_heads * dim, kv_heads * dim], dim=1)
+
+
+def qkv_checks(
+    name: str,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    dtype: torch.dtype,
+    inputs: DecodeInputs,
+    norms: tuple[torch.Tensor, torch.Tensor, float] | None,
+    bias: bool,
+    tolerance: float,
+) -> None:
+    """Norm, product, rotation and cache write in one kernel."""
+    rows, block_size, hidden = len(inputs.positions), 8, 72
+    x = randn(rows, hidden, dtype=dtype)
+    # Two sums of squares for each row, as if two tiles had written it.
+    squares = torch.stack([half.float().square().sum(-1) for half in x.chunk(2, 1)], 1)
+    linears = tuple(
+        linear_layer(hidden, n * dim, bias, dtype, s) for s, n in enumerate((heads, kv_heads, kv_heads))
+    )
+    angle = randn(64, dim // 2, dtype=torch.float32).repeat(1, 2)
+    rope = angle.cos().to(dtype), angle.sin().to(dtype)
+    caches = [[randn(64, kv_heads, block_size, dim, dtype=dtype, seed=s) for s in (5, 6)] for _ in range(2)]
+    inputs = rows_of([int(p) + 1 if a else 0 for p, a in zip(*inputs[1:3], strict=True)], block_size, 64)
+    norm = randn(hidden, dtype=dtype), 1e-5
+    ours, theirs = (
+        ops.norm_qkv_rotary((x, squares), norm, linears, cache, rope, inputs, norms)
+        for ops, cache in zip((linear, reference), caches, strict=True)
+    )
+    check(f"norm, qkv and rotary {name}", ours, theirs, tolerance)
+    for what, mine, other in zip(("keys", "values"), *caches, strict=True):
+        check(f"norm, qkv and rotary {name}: {what}", mine[:-1], other[:-1], tolerance)
+
+
 # The interpreter truncates to bfloat16 instead of rounding; float16 stands in for it there.
 HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
 for dtype, tolerance in ((torch.float32, 2e-5), (HALF, 1e-2)):
@@ -77,35 +120,30 @@ for dtype, tolerance in ((torch.float32, 2e-5), (HALF, 1e-2)):
         check("fp8 product", TritonOps().scaled_product(*args), reference.scaled_product(*args), 2e-2)
 
     for rows in (3, 20, 40):
-        x = randn(rows, 72, dtype=dtype) * 0.3
-        weights = tuple(randn(width, 72, dtype=dtype, seed=width) * 0.3 for width in (48, 16, 40))
-        biases = tuple(randn(width, dtype=dtype, seed=width) for width in (48, 16, 40))
-        for bias in (None, biases):
-            parts = [
-                torch.nn.functional.linear(x, w, None if bias is None else bias[i])
-                for i, w in enumerate(weights)
-            ]
-            check(
-                f"joined {kind} {rows}",
-                linear.joined_linear(x, weights, bias),
-                torch.cat(parts, 1),
-                tolerance,
-            )
-        theirs = reference.silu_mul(x @ weights[0].t(), x @ (weights[0].flip(0)).t())
-        check(
-            f"gated linear {kind}", linear.gated_linear(x, weights[0], weights[0].flip(0)), theirs, tolerance
-        )
+        x, residual = (randn(rows, 72, dtype=dtype, seed=s) * 0.3 for s in range(2))
+        stream, norm = reference.linear_add(x, linear_layer(72, 72, True, dtype), residual), (weight[0], 1e-5)
+        for depth, bias in ((72, True), (140, False)):
+            layer, wide = linear_layer(depth, 72, bias, dtype), randn(rows, depth, dtype=dtype)
+            ours, theirs = (ops.linear_add(wide, layer, residual) for ops in (linear, reference))
+            check(f"linear and residual {kind} {rows}", ours[0], theirs[0], tolerance)
+            squares = ours[0].double().square().sum(-1)
+            check(f"squares of rows {kind} {rows}", ours[1].sum(-1) / squares, squares / squares, 1e-5)
+        gate, up = linear_layer(72, 40, False, dtype), linear_layer(72, 40, False, dtype, seed=1)
+        args = (stream, norm, gate, up)
+        check(f"gated linear {kind} {rows}", linear.norm_gated(*args), reference.norm_gated(*args), tolerance)
 
     for heads, kv_heads, dim, block_size in ((3, 1, 16, 4), (6, 3, 32, 8)):
         contexts = [1, 0, 9, 31]
         inputs = rows_of(contexts, block_size, 64)
         shape = (64, kv_heads, block_size, dim)
-        qkv = randn(len(contexts), (heads + 2 * kv_heads) * dim, dtype=dtype)
+        qkv = split_heads(
+            randn(len(contexts), (heads + 2 * kv_heads) * dim, dtype=dtype), heads, kv_heads, dim
+        )
         angle = randn(64, dim // 2, dtype=torch.float32).repeat(1, 2)
         cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
         for norms in (None, (weight[0, :dim].contiguous(), weight[1, :dim].contiguous(), 1e-6)):
             caches = [[randn(*shape, dtype=dtype, seed=s) for s in (5, 6)] for _ in range(2)]
-            args = ((cos, sin), inputs, heads, norms)
+            args = ((cos, sin), inputs, norms)
             ours = rotary.rotary_cache(qkv, caches[0], *args)
             theirs = reference.rotary_cache(qkv, caches[1], *args)
             # Without a norm both round every product and every sum, so that the bits agree.
@@ -120,6 +158,8 @@ for dtype, tolerance in ((torch.float32, 2e-5), (HALF, 1e-2)):
             check(f"rotary prompt {kind} {norms is not None}", both[0], both[1], allowed)
             check("rotary prompt keys", caches[0][0][:-1], caches[1][0][:-1], allowed)
             check("rotary prompt values", caches[0][1][:-1], caches[1][1][:-1], 0)
+            for bias in (False, True):
+                qkv_checks(f"{kind} bias {bias}", heads, kv_heads, dim, dtype, inputs, norms, bias, tolerance)
 
         slots = torch.tensor([3, 200, 17], device=DEVICE)
         k, v = (randn(kv_heads, 3, dim, dtype=dtype, seed=s).transpose(0, 1) for s in (1, 2))
@@ -195,22 +235,29 @@ for key_size, value_size in ((80, 80), (96, 96), (100, 100), (120, 120), (24, 12
         check(f"attention {kind} splits {splits}", ours, theirs, 2e-5)
     if key_size == value_size:
         qkv = randn(len(contexts), (heads + 2 * kv_heads) * key_size, dtype=torch.float32)
+        qkv = split_heads(qkv, heads, kv_heads, key_size)
         angle = randn(64, key_size // 2, dtype=torch.float32).repeat(1, 2)
         weights = [randn(key_size, dtype=torch.float32, seed=s) for s in (1, 2)]
         for norms in (None, (weights[0], weights[1], 1e-6)):
-            args = ((angle.cos(), angle.sin()), inputs, heads, norms)
+            args = ((angle.cos(), angle.sin()), inputs, norms)
             ours = rotary.rotary_cache(qkv, caches[0], *args)
             theirs = reference.rotary_cache(qkv, caches[1], *args)
             check(f"rotary {kind}", ours, theirs, 2e-5)
             check(f"rotary keys {kind}", caches[0][0][:-1], caches[1][0][:-1], 2e-5)
             check(f"rotary values {kind}", caches[0][1][:-1], caches[1][1][:-1], 0)
+            qkv_checks(kind, heads, kv_heads, key_size, torch.float32, inputs, norms, True, 2e-5)
 
 # A float32 input and half-precision weights: float32 throughout.
-x = randn(5, 72, dtype=torch.float32)
-weights = tuple(randn(width, 72, dtype=HALF, seed=width) for width in (48, 16, 40))
-check("joined mixed", linear.joined_linear(x, weights, None), x @ torch.cat(weights).float().t(), 2e-5)
-theirs = reference.silu_mul(x @ weights[0].float().t(), x @ weights[0].flip(0).float().t())
-check("gated linear mixed", linear.gated_linear(x, weights[0], weights[0].flip(0)), theirs, 2e-5)
+x, norm = randn(5, 72, dtype=torch.float32), (randn(72, dtype=HALF), 1e-5)
+layers_of = [[linear_layer(72, 48, False, HALF, seed=s) for s in range(2)]]
+layers_of.append([linear_layer(72, 48, False, torch.float32, seed=s) for s in range(2)])
+for half, full in zip(*layers_of, strict=True):
+    full.weight.copy_(half.weight)
+stream = x, x.square().sum(-1, keepdim=True)
+ours = linear.norm_gated(stream, norm, *layers_of[0])
+check("gated linear mixed", ours, reference.norm_gated(stream, (norm[0].float(), 1e-5), *layers_of[1]), 2e-5)
+ours = linear.linear_add(x, layers_of[0][0], x[:, :48].contiguous())[0]
+check("linear mixed", ours, reference.linear_add(x, layers_of[1][0], x[:, :48])[0], 2e-5)
 
 for vocab in (97, 5000):
     rows = 40

@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 import simulated_device
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.rollout import Request, SamplingParams
 from verl.rollout.hf import HFRollout
 from verl.rollout.native import Limits, NativeRollout
+from verl.rollout.native import model as native_model
 from verl.rollout.native.device_runner import PROMPT_PASSES, DeviceRunner
+from verl.rollout.native.ops import DecodeInputs, TorchOps
 from verl.rollout.native.scheduler import graph_batch_size
 
 
@@ -132,3 +135,47 @@ def test_batch_sizes_waste_little_and_are_few() -> None:
     assert all(3 * (size - rows) <= rows for rows, size in enumerate(sizes, 1))
     assert len(set(sizes[:1024])) <= 52 and len(set(sizes)) <= 130
     assert graph_batch_size(1000, 990) == 990
+
+
+@pytest.mark.parametrize("most", [2, 64])
+def test_samples_attend_to_their_prompt_together(
+    most: int, tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every row with a common prompt is counted by one row of the same blocks, while rows end and others come."""
+    monkeypatch.setattr(native_model, "_SHARED_BYTES", 1)
+    monkeypatch.setattr(native_model, "SHARED_QUERIES", most * 2)  # two query heads for each key head
+    model = tiny("llama", vocab_size=24, num_hidden_layers=1)
+    model.generation_config.eos_token_id = [2, 3]
+    groups: list[int] = []
+
+    def checked(ops: TorchOps, q: torch.Tensor, cache: Any, rows: DecodeInputs, *rest: Any) -> torch.Tensor:
+        block_size = cache[0].shape[2]
+        if rows.shared is not None and rows.sharing is not None:
+            leader, left = 0, 0
+            for row, (tokens, sharing) in enumerate(
+                zip(rows.shared.tolist(), rows.sharing.tolist(), strict=True)
+            ):
+                if sharing:
+                    assert left == 0, "counted twice"
+                    leader, left = row, sharing
+                    groups.append(sharing)
+                assert left > 0 or not tokens, "a prompt nobody computes"
+                blocks = tokens // block_size
+                assert tokens % block_size == 0 and tokens == int(rows.shared[leader])
+                assert rows.table[row, :blocks].tolist() == rows.table[leader, :blocks].tolist()
+                assert not rows.active[row] or tokens <= int(rows.positions[row])
+                left = max(left - 1, 0)
+        return attention(ops, q, cache, rows, *rest)
+
+    attention = TorchOps.decode_attention
+    monkeypatch.setattr(TorchOps, "decode_attention", checked)
+    requests = [
+        Request(
+            f"q{i}", [i + 4, *[4 + k % 20 for k in range(length)]], SamplingParams(max_tokens=12), n=n, seed=1
+        )
+        for i, (length, n) in enumerate([(40, 5), (3, 2), (17, 1), (33, 4), (16, 3), (20, 6)])
+    ]
+    engine = NativeRollout(model, None, Limits(max_num_seqs=8), on_device=True, verify=False)
+    ours = {(r.request_id, r.sample): r.token_ids for r in engine.generate(requests)}
+    assert ours == {(r.request_id, r.sample): r.token_ids for r in HFRollout(model, None).generate(requests)}
+    assert max(groups) == 2 if most == 2 else max(groups) > 2

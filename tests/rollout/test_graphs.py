@@ -15,8 +15,10 @@ from verl.models import vmm_buffer
 from verl.rollout import Request, SamplingParams
 from verl.rollout.native import Limits, NativeRollout
 from verl.rollout.native import engine as native_engine
+from verl.rollout.native import model as native_model
 from verl.rollout.native.device_runner import DeviceRunner
 from verl.rollout.native.device_state import DeviceCache
+from verl.rollout.native.ops import TorchOps
 
 ERROR = "operation not permitted when stream is capturing\nand more lines"
 
@@ -215,3 +217,15 @@ def test_a_capture_that_cannot_be_ended_is_a_failed_recording(monkeypatch: pytes
     with pytest.raises(RuntimeError, match="invalidated"):
         vmm_buffer.GraphRecorder(torch.device("cuda")).record(lambda: None)
     assert cuda.current == "main" and len(cuda.left) == 2
+
+
+def test_wide_layers_use_separate_products(tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("qwen3")
+    expected = tokens(
+        NativeRollout(model, None, Limits(), on_device=True, verify=False), asked(temperature=0)
+    )
+    monkeypatch.setattr(native_model, "SMALL", 0)
+    called = []
+    monkeypatch.setattr(TorchOps, "linear_add", lambda *args: called.append(args))
+    found = tokens(NativeRollout(model, None, Limits(), on_device=True, verify=False), asked(temperature=0))
+    assert found == expected and not called

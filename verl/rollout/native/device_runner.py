@@ -12,7 +12,7 @@ runs step by step.
 
 from __future__ import annotations
 
-from dataclasses import InitVar, dataclass
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import torch
@@ -48,6 +48,8 @@ class Row:
     table: tuple[int, int] = (0, -1)
     fetched: int = 0
     removed: bool = False
+    shared: int = 0
+    """Leading tokens that it attends to together with the other samples of its prompt."""
 
 
 @dataclass(eq=False, repr=False)
@@ -59,6 +61,9 @@ class DeviceRunner:
     kinds: Kinds
     max_length: int
     fp8: bool = False
+    fused: FusedDecoder | None = field(default=None, init=False)
+    _shares: bool = field(default=False, init=False)
+    """Whether a row shares its prompt with others: then a step has a kernel more in each layer."""
 
     def __post_init__(self, model: Any) -> None:
         self.ops: Ops = TritonOps() if self.state.device.type == "cuda" else TorchOps()
@@ -78,7 +83,7 @@ class DeviceRunner:
         """Found to have ended and not yet returned by `finished`."""
         self._poll: tuple[list[Row], Poll] | None = None
         self._tables_moved = False
-        self.graphs: dict[tuple[int, Kinds | None], torch.cuda.CUDAGraph] = {}
+        self.graphs: dict[tuple[int, Kinds | None, bool], torch.cuda.CUDAGraph] = {}
         self._recorder: GraphRecorder | None = None
         self.rebind(model)
         self.configure(self.stopper, self.kinds)
@@ -201,7 +206,7 @@ class DeviceRunner:
     def _join(self, sequences: list[Sequence], logits: torch.Tensor) -> None:
         start, end = len(self.rows), len(self.rows) + len(sequences)
         stops = [self.stopper.stop_ids(s.request.sampling) for s in sequences]
-        rows = [Row(sequence, self._slots.pop()) for sequence in sequences]
+        rows = [Row(sequence, self._slots.pop(), shared=self._shared(sequence)) for sequence in sequences]
         self.state.fill(start, sequences, stops, [row.slot for row in rows])
         if self.kinds.penalty:
             self.state.set_seen(start, sequences)
@@ -233,7 +238,7 @@ class DeviceRunner:
     def _graph(self, size: int) -> torch.cuda.CUDAGraph | None:
         """The step of this size as a graph; None, until the next `refresh`, where it cannot be captured."""
         # Plain sampling is one kernel for greedy and sampled rows at any temperature: its graphs serve them all.
-        key = (size, None if self.kinds.plain else self.kinds)
+        key = (size, None if self.kinds.plain else self.kinds, self._shares)
         if key not in self.graphs:
             try:
                 self.graphs[key] = self.capture(size)
@@ -258,12 +263,23 @@ class DeviceRunner:
         if changed or self._tables_moved:
             self.state.set_tables(changed, used)
             self._tables_moved = False
+            shared = [row.shared for row in self.rows]
+            self._shares = any(shared)
+            if self._shares and self.fused is not None:
+                self.state.set_shared(shared, used, self.cache.block_size, self.fused.sharing_rows)
+
+    def _shared(self, sequence: Sequence) -> int:
+        request = sequence.request
+        block_size = self.cache.block_size
+        return self.fused.shared_tokens(len(request.prompt_ids), request.n, block_size) if self.fused else 0
 
     def decode_step(self, size: int) -> None:
         state = self.state
         inputs = DecodeInputs(
             state.tokens[:size], state.positions[:size], state.active[:size], state.table[:size]
         )
+        if self._shares and self.fused is not None:
+            inputs = inputs._replace(shared=state.shared[0, :size], sharing=state.shared[1, :size])
         if self.fused is not None:
             logits = self.fused.logits(self.fused.decode(self.ops, inputs, self.cache.layers))
         else:

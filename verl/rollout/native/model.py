@@ -29,6 +29,7 @@ from torch import nn
 from verl.errors import ConfigError
 from verl.models.attention import AttentionCall
 from verl.models.introspection import backbone_of, class_of, output_head
+from verl.rollout.native.kernels import SHARED_QUERIES
 from verl.rollout.native.ops import FP8_MAX, FP8_TYPE, DecodeInputs, Norms, Ops
 
 if TYPE_CHECKING:
@@ -37,6 +38,11 @@ if TYPE_CHECKING:
 _LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
 _STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
 """Rotary embeddings that depend on the position alone."""
+SMALL = 1024
+"""Up to this width of the model our own products in few kernels beat the library's."""
+_SHARED_BYTES = 128 << 10
+"""Attention to a prompt is computed once for all samples of it where its keys and values in one layer are at least so
+large: it saves reading them for every sample and costs one more kernel a layer."""
 _FP8_MULTIPLE = 16
 """The device's eight-bit product wants both sides of a weight to be multiples of this."""
 
@@ -89,15 +95,22 @@ class PlainProducts:
     up: nn.Linear
     down: nn.Linear
 
-    def qkv(self, ops: Ops, x: torch.Tensor) -> torch.Tensor:
-        """Queries, keys and values side by side."""
-        return ops.joined_linear(x, (self.q, self.k, self.v))
+    def qkv(self, ops: Ops, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        # Each into a tensor of its own: the library adds a bias within the product only where rows are not apart.
+        return _linear(self.q, x), _linear(self.k, x), _linear(self.v, x)
 
     def o(self, ops: Ops, x: torch.Tensor) -> torch.Tensor:
         return _linear(self.out, x)
 
     def mlp(self, ops: Ops, x: torch.Tensor) -> torch.Tensor:
-        return _linear(self.down, ops.gated_linear(x, self.gate, self.up))
+        return _linear(self.down, ops.silu_mul(_linear(self.gate, x), _linear(self.up, x)))
+
+    @property
+    def small(self) -> bool:
+        """Whether every product of the layer is one kernel with what stands around it."""
+        biases = {layer.bias is None for layer in (self.q, self.k, self.v)}
+        gated = self.gate.bias is None and self.up.bias is None
+        return self.q.in_features <= SMALL and len(biases) == 1 and gated
 
     def refresh(self) -> None:
         pass
@@ -164,8 +177,9 @@ class Fp8Products:
         for weight in (self._qkv, self._o, self._gate_up, self._down):
             weight.refresh()
 
-    def qkv(self, ops: Ops, x: torch.Tensor) -> torch.Tensor:
-        return self._qkv.product(ops, x)
+    def qkv(self, ops: Ops, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        q, k, v = self._qkv.product(ops, x).split([layer.out_features for layer in self._qkv.layers], dim=1)
+        return q, k, v
 
     def o(self, ops: Ops, x: torch.Tensor) -> torch.Tensor:
         return self._o.product(ops, x)
@@ -193,7 +207,7 @@ class FusedDecoder(Backbone):
     def __init__(self, model: Any, layers: list[FusedLayer], max_length: int) -> None:
         super().__init__(model)
         self.layers = layers
-        self.heads = int(model.config.num_attention_heads)
+        self.small = all(isinstance(x.products, PlainProducts) and x.products.small for x in layers)
         self.eps = float(model.config.rms_norm_eps)
         # The module's own code computes the tables, so that every kind of static scaling is right.
         weight = model.get_input_embeddings().weight
@@ -201,6 +215,15 @@ class FusedDecoder(Backbone):
             weight[:1, None], torch.arange(max_length, device=weight.device)[None]
         )
         self.rope = cos[0].contiguous(), sin[0].contiguous()
+        config = model.config
+        kv_heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+        token_bytes = 2 * kv_heads * self.rope[0].shape[1] * weight.dtype.itemsize
+        self.sharing_rows = max(SHARED_QUERIES * kv_heads // int(config.num_attention_heads), 1)
+        """How many rows compute their attention to a common prompt together."""
+        self.least_shared = (
+            max(_SHARED_BYTES // token_bytes, 1) if any(x.window is None for x in layers) else None
+        )
+        """Prompts from this many tokens on are worth it; None where every layer has a window, which moves."""
         self.refresh()
 
     @staticmethod
@@ -216,6 +239,13 @@ class FusedDecoder(Backbone):
         known = [layer for layer in layers if layer is not None]
         return FusedDecoder(model, known, max_length) if len(known) == len(layers) else None
 
+    def shared_tokens(self, prompt: int, samples: int, block_size: int) -> int:
+        """Leading tokens that the samples of a prompt attend to together: its full blocks, or none. A property of the
+        request, whoever runs beside it, since it decides how a row's sums are split."""
+        tokens = prompt // block_size * block_size
+        worth = self.least_shared is not None and tokens >= self.least_shared and samples > 1
+        return tokens if worth else 0
+
     def refresh(self) -> None:
         """The weights may be new."""
         for layer in self.layers:
@@ -227,14 +257,24 @@ class FusedDecoder(Backbone):
         """[M, D] hidden states of the rows' tokens; their keys and values are written to the caches."""
         x = F.embedding(inputs.tokens, self.model.get_input_embeddings().weight)
         residual: torch.Tensor | None = None
+        stream = x, x.float().square().sum(-1, keepdim=True) if self.small else x
         for layer, cache in zip(self.layers, caches, strict=True):
+            products = layer.products
+            if self.small and isinstance(products, PlainProducts):  # five kernels a layer
+                norm, linears = (layer.input_norm, self.eps), (products.q, products.k, products.v)
+                q = ops.norm_qkv_rotary(stream, norm, linears, cache, self.rope, inputs, layer.norms)
+                mixed = ops.decode_attention(q, cache, inputs, layer.scale, layer.window, None)
+                stream = ops.linear_add(mixed.flatten(1), products.out, stream[0])
+                gated = ops.norm_gated(stream, (layer.output_norm, self.eps), products.gate, products.up)
+                stream = ops.linear_add(gated, products.down, stream[0])
+                x = stream[0]
+                continue
             normed, residual = ops.add_rms_norm(x, residual, layer.input_norm, self.eps)
-            qkv = layer.products.qkv(ops, normed)
-            q = ops.rotary_cache(qkv, cache, self.rope, inputs, self.heads, layer.norms)
+            q = ops.rotary_cache(products.qkv(ops, normed), cache, self.rope, inputs, layer.norms)
             mixed = ops.decode_attention(q, cache, inputs, layer.scale, layer.window, None)
-            x = layer.products.o(ops, mixed.flatten(1))
+            x = products.o(ops, mixed.flatten(1))
             normed, residual = ops.add_rms_norm(x, residual, layer.output_norm, self.eps)
-            x = layer.products.mlp(ops, normed)
+            x = products.mlp(ops, normed)
         return ops.add_rms_norm(x, residual, self.backbone.norm.weight, self.eps)[0]
 
     def prompt(self, ops: Ops, inputs: PromptInputs, attention: PromptAttention) -> torch.Tensor:

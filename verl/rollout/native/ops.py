@@ -8,7 +8,6 @@ Shapes: M rows, the cache of a layer is [blocks, kv_heads, block_size, head_dim]
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 import torch
@@ -23,8 +22,12 @@ FP8_MAX = 448.0
 
 Pair = tuple[Tensor, Tensor]
 """Keys and values of a layer's cache, cosine and sine by position, or numbers and their scales."""
+Norm = tuple[Tensor, float]
+"""Weight and epsilon of a norm."""
 Norms = tuple[Tensor, Tensor, float] | None
 """Weights of the per-head norms of queries and keys, and their epsilon."""
+Linears = tuple[nn.Linear, nn.Linear, nn.Linear]
+"""The layers of queries, keys and values."""
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -75,12 +78,31 @@ class TorchOps:
         total = x if residual is None else x + residual
         return _rms_norm(total, weight, eps), total
 
-    def joined_linear(self, x: Tensor, layers: Seq[nn.Linear]) -> Tensor:
-        """The outputs of several layers side by side: [M, N0 + N1 + N2]."""
-        return torch.cat([F.linear(x, layer.weight, layer.bias) for layer in layers], dim=1)
+    def norm_qkv_rotary(
+        self,
+        stream: Pair,
+        norm: Norm,
+        layers: Linears,
+        cache: Pair,
+        rope: Pair,
+        rows: DecodeInputs,
+        norms: Norms,
+    ) -> Tensor:
+        """The three layers' outputs for the normed stream (its rows, and sums of their squares), then
+        `rotary_cache`."""
+        normed = _rms_norm(stream[0], *norm)
+        qkv = [F.linear(normed, layer.weight, layer.bias) for layer in layers]
+        return self.rotary_cache((qkv[0], qkv[1], qkv[2]), cache, rope, rows, norms)
 
-    def gated_linear(self, x: Tensor, gate: nn.Linear, up: nn.Linear) -> Tensor:
-        return F.silu(F.linear(x, gate.weight, gate.bias)) * F.linear(x, up.weight, up.bias)
+    def norm_gated(self, stream: Pair, norm: Norm, gate: nn.Linear, up: nn.Linear) -> Tensor:
+        """silu(gate) * up of the normed stream."""
+        normed = _rms_norm(stream[0], *norm)
+        return self.silu_mul(F.linear(normed, gate.weight), F.linear(normed, up.weight))
+
+    def linear_add(self, x: Tensor, layer: nn.Linear, residual: Tensor) -> Pair:
+        """The layer's output added to the residual, and the sums of the squares of its rows, [M, parts]."""
+        total = F.linear(x, layer.weight, layer.bias) + residual
+        return total, total.float().square().sum(-1, keepdim=True)
 
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         return F.silu(gate) * up
@@ -95,11 +117,12 @@ class TorchOps:
         return ((x[0].float() @ weight[0].float().t()) * x[1] * weight[1]).to(dtype)
 
     def rotary_cache(
-        self, qkv: Tensor, cache: Pair, rope: Pair, rows: DecodeInputs, heads: int, norms: Norms
+        self, qkv: tuple[Tensor, Tensor, Tensor], cache: Pair, rope: Pair, rows: DecodeInputs, norms: Norms
     ) -> Tensor:
-        """Norm and rotate queries and keys; write keys and values to the cache; the queries [M, heads, dim]."""
-        blocks, kv_heads, block_size, dim = cache[0].shape
-        q, k, v = qkv.unflatten(1, (-1, dim)).split([heads, kv_heads, kv_heads], dim=1)
+        """Norm and rotate queries and keys (each [M, heads * dim]); write keys and values to the cache; the queries
+        [M, heads, dim]."""
+        blocks, _, block_size, dim = cache[0].shape
+        q, k, v = (part.unflatten(1, (-1, dim)) for part in qkv)
         if norms is not None:
             q, k = _rms_norm(q, norms[0], norms[2]), _rms_norm(k, norms[1], norms[2])
         position = torch.where(rows.active.bool(), rows.positions, 0)
@@ -193,21 +216,6 @@ class TorchOps:
         active.mul_((~(on & ended)).to(active.dtype))
 
 
-SMALL = 1024
-"""Up to this width of the model our own products in one kernel beat several of the library's."""
-
-
-def _side_by_side(x: Tensor, layers: Seq[nn.Linear]) -> Tensor:
-    widths = [layer.out_features for layer in layers]
-    out = torch.empty(x.shape[0], sum(widths), dtype=x.dtype, device=x.device)
-    for layer, part in zip(layers, out.split(widths, dim=1), strict=True):
-        if layer.bias is None:
-            torch.mm(x, layer.weight.t(), out=part)
-        else:
-            torch.addmm(layer.bias, x, layer.weight.t(), out=part)
-    return out
-
-
 class TritonOps:
     """The kernels."""
 
@@ -217,31 +225,19 @@ class TritonOps:
         self.add_rms_norm = layers.add_rms_norm
         self.silu_mul = layers.silu_mul
         self.quantise_rows = layers.quantise_rows
+        self.norm_qkv_rotary = linear.norm_qkv_rotary
+        self.norm_gated = linear.norm_gated
+        self.linear_add = linear.linear_add
         self.rotary_cache = rotary.rotary_cache
         self.rotary_prompt = prompt.rotary_prompt
         self.write_cache = rotary.write_cache
         self.decode_attention = attention.decode_attention
         self.sample_plain = sampling.sample_plain
         self.advance = sampling.advance
-        self._linear = linear
-
-    def joined_linear(self, x: Tensor, layers: Seq[nn.Linear]) -> Tensor:
-        biases = [layer.bias for layer in layers]
-        if x.shape[1] <= SMALL and len(layers) == 3 and len({bias is None for bias in biases}) == 1:
-            weights = (layers[0].weight, layers[1].weight, layers[2].weight)
-            joined = None if biases[0] is None else (biases[0], biases[1], biases[2])
-            return self._linear.joined_linear(x, weights, joined)
-        return _side_by_side(x, layers)
 
     def scaled_product(self, x: Pair, weight: Pair, dtype: torch.dtype) -> Tensor:
         # The device's product with a scale per row gives bfloat16 only.
         return torch._scaled_mm(x[0], weight[0].t(), x[1], weight[1], out_dtype=torch.bfloat16).to(dtype)
-
-    def gated_linear(self, x: Tensor, gate: nn.Linear, up: nn.Linear) -> Tensor:
-        if x.shape[1] <= SMALL and gate.bias is None and up.bias is None:
-            return self._linear.gated_linear(x, gate.weight, up.weight)
-        both = _side_by_side(x, [gate, up])
-        return self.silu_mul(*both.chunk(2, dim=1))
 
 
 Ops = TorchOps | TritonOps

@@ -5,7 +5,7 @@ One program serves the query heads of one key/value head of one row, over one sp
 than one split a second kernel joins the parts. Rows that are not active have no context and return zeros.
 
 Rows of one prompt can share the work on it: where `DecodeInputs.shared` says how many leading tokens of each row lie in
-blocks that it shares, a first kernel computes, for up to `sharing_rows` neighbouring rows at once, the attention to
+blocks that it shares, a first kernel computes, for several neighbouring rows at once, the attention to
 these tokens (their keys are read once for all of them), and the kernel above starts from its result instead of from
 nothing. What a row computes depends only on its own length and `shared`: which rows share a program changes no bit.
 """
@@ -19,11 +19,11 @@ import torch
 import triton
 import triton.language as tl
 
+from verl.rollout.native.kernels import SHARED_QUERIES
+
 if TYPE_CHECKING:
     from verl.rollout.native.ops import DecodeInputs
 
-_QUERIES = 64
-"""Rows of the shared part's matrix product."""
 _SHARED_SPLITS = 2
 """Parts of the shared tokens that are computed side by side."""
 
@@ -88,7 +88,7 @@ def _shared_attention(
         queries = tl.arange(0, QUERIES)
         row = first + queries // GROUP
         slot_head = head * GROUP + queries % GROUP
-        present = queries < sharing * GROUP
+        present = (queries < sharing * GROUP) & (row < tl.num_programs(0))
         columns = tl.arange(0, DIM_UP)
         v_columns = tl.arange(0, V_DIM_UP)
         q = tl.load(
@@ -219,11 +219,6 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def sharing_rows(group: int) -> int:
-    """How many rows one program of the shared part serves: they fill the tile of a matrix product."""
-    return max(_QUERIES // group, 1)
-
-
 def decode_attention(
     q: torch.Tensor,
     cache: tuple[torch.Tensor, torch.Tensor],
@@ -280,7 +275,7 @@ def decode_attention(
             *(q, keys, values, inputs.table, inputs.shared, inputs.sharing, *shared_parts),
             *numbers,
             **sizes,
-            QUERIES=max(_QUERIES, triton.next_power_of_2(group)),
+            QUERIES=max(SHARED_QUERIES, triton.next_power_of_2(group)),
             TILE=tile,
             SPLITS=shared_splits,
             num_warps=4,

@@ -1,110 +1,208 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Small matrix products in one kernel instead of several: query/key/value, and gate/up with the activation.
+"""The matrix products of small models' layers, each one kernel with what stands around it: the norm before the product,
+and rotation and cache write, gated activation, or residual addition after it.
 
 The weights stay where the module has them; a program finds out from its id which of them it reads. They may have
 another type than the input, which decides the precision (`float32_arithmetic` widens inputs only). Worth it
 for small models, where a product takes little longer than its launch; large ones use the vendor's library.
+
+A kernel that writes the residual stream leaves, for each of its tiles, the sum of the squares of every row; the next
+kernel adds these sums up to the row's norm. Rounding is that of the separate operations: the stream after the product
+and after the addition, the normed row before and after its weight, the product before rotation or activation. Only the
+order in which squares are summed differs.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
 
+from verl.rollout.native.kernels.rotary import _head_norm, _rotate
+
+if TYPE_CHECKING:
+    from verl.rollout.native.ops import DecodeInputs
+
+_PARTS = tl.constexpr(32)
+"""At most this many sums of squares belong to a row."""
+
 
 @triton.jit
-def _tile_product(
-    x_ptr, w_ptr, rows_mask, row_offsets, columns, width_n, x_stride, inner, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, PRECISION: tl.constexpr
+def _row_scales(squares_ptr, parts, row_offsets, rows_mask, width, eps):
+    """[BM]: what the norm multiplies each row by."""
+    columns = tl.arange(0, _PARTS)
+    squares = tl.load(
+        squares_ptr + row_offsets[:, None] * parts + columns[None, :],
+        mask=rows_mask[:, None] & (columns < parts)[None, :],
+        other=0.0,
+    )
+    return 1.0 / tl.sqrt(tl.sum(squares, 1) / width + eps)
+
+
+@triton.jit
+def _two_products(
+    x_ptr, x_stride, inner, row_offsets, rows_mask, scales, norm_ptr, first_ptr, second_ptr, first_columns,
+    second_columns, width, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """[BM, BN] of x [M, inner] times w [width_n, inner] transposed, in float32."""
-    acc = tl.zeros([BM, BN], tl.float32)
-    k_offsets = tl.arange(0, BK)
+    """Two [BM, BN] in float32: normed rows of x times rows of two weights [width, inner]."""
+    first = tl.zeros([BM, BN], tl.float32)
+    second = tl.zeros([BM, BN], tl.float32)
     for start in range(0, inner, BK):
-        k = start + k_offsets
+        k = start + tl.arange(0, BK)
         k_mask = k < inner
         x = tl.load(
             x_ptr + row_offsets[:, None] * x_stride + k[None, :],
             mask=rows_mask[:, None] & k_mask[None, :],
             other=0.0,
         )
-        w = tl.load(
-            w_ptr + columns[None, :] * inner + k[:, None],
-            mask=(columns < width_n)[None, :] & k_mask[:, None],
-            other=0.0,
+        norm = tl.load(norm_ptr + k, mask=k_mask, other=0.0).to(tl.float32)
+        normed = (x.to(tl.float32) * scales[:, None]).to(x.dtype).to(tl.float32)
+        normed = (norm[None, :] * normed).to(x.dtype)
+        first_mask = (first_columns < width)[None, :] & k_mask[:, None]
+        second_mask = (second_columns < width)[None, :] & k_mask[:, None]
+        first_w = tl.load(first_ptr + first_columns[None, :] * inner + k[:, None], mask=first_mask, other=0.0)
+        second_w = tl.load(
+            second_ptr + second_columns[None, :] * inner + k[:, None], mask=second_mask, other=0.0
         )
-        acc = tl.dot(x, w.to(x.dtype), acc, input_precision=PRECISION)
-    return acc
+        first = tl.dot(normed, first_w.to(x.dtype), first, input_precision=PRECISION)
+        second = tl.dot(normed, second_w.to(x.dtype), second, input_precision=PRECISION)
+    return first, second
 
 
-@triton.jit
-def _joined_linear(
-    x_ptr, w0_ptr, w1_ptr, w2_ptr, b0_ptr, b1_ptr, b2_ptr, out_ptr, rows, inner, x_stride, out_stride,
-    N0, N1, N2, BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr
+@triton.jit(do_not_specialize=["rows", "parts"])
+def _norm_qkv_rotary(
+    x_ptr, squares_ptr, norm_ptr, wq_ptr, wk_ptr, wv_ptr, bq_ptr, bk_ptr, bv_ptr, q_out_ptr, keys_ptr, values_ptr,
+    cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, positions_ptr, active_ptr, table_ptr,
+    rows, parts, inner, x_stride, table_stride, trash, eps, head_eps,
+    HEADS: tl.constexpr, KV: tl.constexpr, HALF: tl.constexpr, HALF_UP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BIAS: tl.constexpr, HEAD_NORM: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    tile = tl.program_id(0)
-    first = tl.cdiv(N0, BN)
-    second = first + tl.cdiv(N1, BN)
-    w_ptr = w0_ptr
-    b_ptr = b0_ptr
-    width = N0
-    out_column = 0
-    if tile >= second:
-        w_ptr = w2_ptr
-        b_ptr = b2_ptr
-        width = N2
-        out_column = N0 + N1
-        tile -= second
-    elif tile >= first:
-        w_ptr = w1_ptr
-        b_ptr = b1_ptr
-        width = N1
-        out_column = N0
-        tile -= first
+    """One head (of queries, keys or values) of BM rows, as its two halves."""
+    DIM: tl.constexpr = 2 * HALF
+    head = tl.program_id(0)
     row_offsets = (tl.program_id(1) * BM + tl.arange(0, BM)).to(tl.int64)
     rows_mask = row_offsets < rows
-    columns = tile * BN + tl.arange(0, BN)
-    acc = _tile_product(
-        x_ptr, w_ptr, rows_mask, row_offsets, columns, width, x_stride, inner, BM, BN, BK, PRECISION
-    )
+    w_ptr = wq_ptr
+    b_ptr = bq_ptr
+    head_norm_ptr = q_norm_ptr
+    kv_head = 0
+    if head >= HEADS + KV:
+        w_ptr = wv_ptr
+        b_ptr = bv_ptr
+        kv_head = head - HEADS - KV
+    elif head >= HEADS:
+        w_ptr = wk_ptr
+        b_ptr = bk_ptr
+        head_norm_ptr = k_norm_ptr
+        kv_head = head - HEADS
+    columns = tl.arange(0, HALF_UP)
+    inside = columns < HALF
+    base = tl.where(head < HEADS, head, kv_head) * DIM
+    # Columns that only fill up the tile are read from no weight: their number is beyond the last.
+    width = base + DIM
+    first_columns = tl.where(inside, base + columns, width)
+    second_columns = tl.where(inside, base + HALF + columns, width)
+    scales = _row_scales(squares_ptr, parts, row_offsets, rows_mask, inner, eps)
+    first, second = _two_products(
+        x_ptr, x_stride, inner, row_offsets, rows_mask, scales, norm_ptr, w_ptr, w_ptr, first_columns,
+        second_columns, width, BM, HALF_UP, BK, PRECISION
+    )  # fmt: skip
+    dtype: tl.constexpr = q_out_ptr.dtype.element_ty
     if BIAS:
-        acc += tl.load(b_ptr + columns, mask=columns < width, other=0.0).to(tl.float32)[None, :]
-    target = out_ptr + row_offsets[:, None] * out_stride + out_column + columns[None, :]
-    tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=rows_mask[:, None] & (columns < width)[None, :])
+        first += tl.load(b_ptr + first_columns, mask=inside, other=0.0).to(tl.float32)[None, :]
+        second += tl.load(b_ptr + second_columns, mask=inside, other=0.0).to(tl.float32)[None, :]
+    first = first.to(dtype)
+    second = second.to(dtype)
+
+    active = tl.load(active_ptr + row_offsets, mask=rows_mask, other=0) != 0
+    position = tl.load(positions_ptr + row_offsets, mask=rows_mask & active, other=0)
+    mask = rows_mask[:, None] & inside[None, :]
+    if head < HEADS + KV:
+        if HEAD_NORM:
+            first, second = _head_norm(first, second, head_norm_ptr, head_eps, dtype, HALF, HALF_UP)
+        angles = position[:, None] * DIM + columns[None, :]
+        cos = tl.load(cos_ptr + angles, mask=mask, other=0.0).to(tl.float32)
+        sin = tl.load(sin_ptr + angles, mask=mask, other=0.0).to(tl.float32)
+        first, second = _rotate(first, second, cos, sin, dtype)
+    if head < HEADS:
+        target = q_out_ptr + row_offsets[:, None] * (HEADS * DIM) + base + columns[None, :]
+        tl.store(target, first, mask=mask)
+        tl.store(target + HALF, second, mask=mask)
+    else:
+        block = tl.load(
+            table_ptr + row_offsets * table_stride + position // BLOCK_SIZE, mask=rows_mask & active, other=0
+        )
+        block = tl.where(active, block, trash).to(tl.int64)
+        slot = (block * KV + kv_head) * BLOCK_SIZE + position % BLOCK_SIZE
+        offsets = slot[:, None] * DIM + columns[None, :]
+        if head < HEADS + KV:
+            tl.store(keys_ptr + offsets, first, mask=mask)
+            tl.store(keys_ptr + offsets + HALF, second, mask=mask)
+        else:
+            tl.store(values_ptr + offsets, first, mask=mask)
+            tl.store(values_ptr + offsets + HALF, second, mask=mask)
 
 
-@triton.jit
-def _gated_linear(
-    x_ptr, gate_ptr, up_ptr, out_ptr, rows, inner, x_stride, width,
+@triton.jit(do_not_specialize=["rows", "parts"])
+def _norm_gated(
+    x_ptr, squares_ptr, norm_ptr, gate_ptr, up_ptr, out_ptr, rows, parts, inner, x_stride, width, eps,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
     row_offsets = (tl.program_id(1) * BM + tl.arange(0, BM)).to(tl.int64)
     rows_mask = row_offsets < rows
     columns = tl.program_id(0) * BN + tl.arange(0, BN)
-    gate_acc = tl.zeros([BM, BN], tl.float32)
-    up_acc = tl.zeros([BM, BN], tl.float32)
-    k_offsets = tl.arange(0, BK)
+    scales = _row_scales(squares_ptr, parts, row_offsets, rows_mask, inner, eps)
+    gate, up = _two_products(
+        x_ptr, x_stride, inner, row_offsets, rows_mask, scales, norm_ptr, gate_ptr, up_ptr, columns, columns, width,
+        BM, BN, BK, PRECISION
+    )  # fmt: skip
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    gate = gate.to(dtype).to(tl.float32)
+    act = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    out = (act * up.to(dtype).to(tl.float32)).to(dtype)
+    target = out_ptr + row_offsets[:, None] * width + columns[None, :]
+    tl.store(target, out, mask=rows_mask[:, None] & (columns < width)[None, :])
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _linear_add(
+    x_ptr, w_ptr, bias_ptr, residual_ptr, out_ptr, squares_ptr, rows, inner, x_stride, width,
+    BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    row_offsets = (tl.program_id(1) * BM + tl.arange(0, BM)).to(tl.int64)
+    rows_mask = row_offsets < rows
+    columns = tl.program_id(0) * BN + tl.arange(0, BN)
+    acc = tl.zeros([BM, BN], tl.float32)
     for start in range(0, inner, BK):
-        k = start + k_offsets
+        k = start + tl.arange(0, BK)
         k_mask = k < inner
         x = tl.load(
             x_ptr + row_offsets[:, None] * x_stride + k[None, :],
             mask=rows_mask[:, None] & k_mask[None, :],
             other=0.0,
         )
-        offsets = columns[None, :] * inner + k[:, None]
-        mask = (columns < width)[None, :] & k_mask[:, None]
-        gate_weight = tl.load(gate_ptr + offsets, mask=mask, other=0.0).to(x.dtype)
-        up_weight = tl.load(up_ptr + offsets, mask=mask, other=0.0).to(x.dtype)
-        gate_acc = tl.dot(x, gate_weight, gate_acc, input_precision=PRECISION)
-        up_acc = tl.dot(x, up_weight, up_acc, input_precision=PRECISION)
-    dtype = out_ptr.dtype.element_ty
-    gate = gate_acc.to(dtype).to(tl.float32)
-    act = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-    out = (act * up_acc.to(dtype).to(tl.float32)).to(dtype)
-    target = out_ptr + row_offsets[:, None] * width + columns[None, :]
-    tl.store(target, out, mask=rows_mask[:, None] & (columns < width)[None, :])
+        w_mask = (columns < width)[None, :] & k_mask[:, None]
+        w = tl.load(w_ptr + columns[None, :] * inner + k[:, None], mask=w_mask, other=0.0)
+        acc = tl.dot(x, w.to(x.dtype), acc, input_precision=PRECISION)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    if BIAS:
+        acc += tl.load(bias_ptr + columns, mask=columns < width, other=0.0).to(tl.float32)[None, :]
+    mask = rows_mask[:, None] & (columns < width)[None, :]
+    offsets = row_offsets[:, None] * width + columns[None, :]
+    residual = tl.load(residual_ptr + offsets, mask=mask, other=0.0)
+    total = (acc.to(dtype).to(tl.float32) + residual.to(tl.float32)).to(dtype)
+    tl.store(out_ptr + offsets, total, mask=mask)
+    value = tl.where(mask, total.to(tl.float32), 0.0)
+    part = row_offsets * tl.num_programs(0) + tl.program_id(0)
+    tl.store(squares_ptr + part, tl.sum(value * value, 1), mask=rows_mask)
+
+
+Stream = tuple[torch.Tensor, torch.Tensor]
+"""The residual stream [M, D], and sums of squares of its rows, [M, parts]."""
+Norm = tuple[torch.Tensor, float]
+"""Weight and epsilon of a norm."""
 
 
 def tiles(rows: int) -> dict[str, int]:
@@ -115,52 +213,92 @@ def tiles(rows: int) -> dict[str, int]:
         return {"BM": 32, "BN": 32, "BK": 128, "num_warps": 4, "num_stages": 4}
     if rows <= 128:
         return {"BM": 64, "BN": 32, "BK": 64, "num_warps": 4, "num_stages": 4}
-    if rows <= 512:
-        return {"BM": 64, "BN": 64, "BK": 64, "num_warps": 4, "num_stages": 4}
-    return {"BM": 128, "BN": 64, "BK": 64, "num_warps": 4, "num_stages": 4}
+    return {"BM": 64, "BN": 64, "BK": 64, "num_warps": 4, "num_stages": 3}
 
 
-def _precision(x: torch.Tensor) -> str:
-    return "ieee" if x.dtype == torch.float32 else "tf32"
+def _settings(x: torch.Tensor, config: dict[str, int] | None) -> dict[str, Any]:
+    """Tiles (those of float32 half as deep) and precision."""
+    chosen = config or tiles(x.shape[0])
+    if x.dtype != torch.float32:
+        return {**chosen, "PRECISION": "tf32"}
+    return {**chosen, "BK": chosen["BK"] // 2, "PRECISION": "ieee"}
 
 
-def joined_linear(
-    x: torch.Tensor,
-    weights: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    biases: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+def norm_qkv_rotary(
+    stream: Stream,
+    norm: Norm,
+    layers: tuple[torch.nn.Linear, torch.nn.Linear, torch.nn.Linear],
+    cache: tuple[torch.Tensor, torch.Tensor],
+    rope: tuple[torch.Tensor, torch.Tensor],
+    inputs: DecodeInputs,
+    head_norms: tuple[torch.Tensor, torch.Tensor, float] | None,
     config: dict[str, int] | None = None,
 ) -> torch.Tensor:
-    """[M, inner] -> [M, N0 + N1 + N2], the outputs of three layers side by side."""
+    """Queries, keys and values of the normed stream; queries and keys normed by head and rotated, keys and values
+    written to the cache; the queries [M, heads, dim]."""
+    (x, squares), (keys, values), (cos, sin) = stream, cache, rope
+    _, positions, active, table = inputs[:4]
+    blocks, kv_heads, block_size, dim = keys.shape
     rows, inner = x.shape
-    widths = [weight.shape[0] for weight in weights]
-    config = config or tiles(rows)
-    out = torch.empty(rows, sum(widths), dtype=x.dtype, device=x.device)
-    grid = (sum(triton.cdiv(width, config["BN"]) for width in widths), triton.cdiv(rows, config["BM"]))
-    _joined_linear[grid](
-        x,
-        *weights,
-        *(biases if biases is not None else weights),
-        out,
-        rows,
-        inner,
-        x.stride(0),
-        out.stride(0),
-        *widths,
-        BIAS=biases is not None,
-        PRECISION=_precision(x),
-        **config,
+    heads = layers[0].out_features // dim
+    q_norm, k_norm, head_eps = head_norms if head_norms is not None else (cos, cos, 0.0)
+    biases = [layer.bias for layer in layers if layer.bias is not None]
+    weights = [layer.weight for layer in layers]
+    settings = _settings(x, config)
+    del settings["BN"]  # a head
+    q_out = torch.empty(rows, heads, dim, dtype=x.dtype, device=x.device)
+    _norm_qkv_rotary[(heads + 2 * kv_heads, triton.cdiv(rows, settings["BM"]))](
+        *(x, squares, norm[0], *weights, *(biases or weights), q_out, keys, values),
+        *(cos, sin, q_norm, k_norm, positions, active, table),
+        *(rows, squares.shape[1], inner, x.stride(0), table.stride(0), blocks - 1, norm[1], head_eps),
+        HEADS=heads,
+        KV=kv_heads,
+        HALF=dim // 2,
+        HALF_UP=max(16, triton.next_power_of_2(dim // 2)),
+        BLOCK_SIZE=block_size,
+        BIAS=bool(biases),
+        HEAD_NORM=head_norms is not None,
+        **settings,
+    )
+    return q_out
+
+
+def norm_gated(
+    stream: Stream,
+    norm: Norm,
+    gate: torch.nn.Linear,
+    up: torch.nn.Linear,
+    config: dict[str, int] | None = None,
+) -> torch.Tensor:
+    """[M, D] -> [M, width]: silu(n gate^T) * (n up^T) of the normed stream n."""
+    x, squares = stream
+    rows, inner = x.shape
+    width = gate.out_features
+    settings = _settings(x, config)
+    out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
+    grid = (triton.cdiv(width, settings["BN"]), triton.cdiv(rows, settings["BM"]))
+    _norm_gated[grid](
+        *(x, squares, norm[0], gate.weight, up.weight, out),
+        *(rows, squares.shape[1], inner, x.stride(0), width, norm[1]),
+        **settings,
     )
     return out
 
 
-def gated_linear(
-    x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, config: dict[str, int] | None = None
-) -> torch.Tensor:
-    """[M, inner] -> [M, width]: silu(x gate^T) * (x up^T)."""
+def linear_add(
+    x: torch.Tensor, layer: torch.nn.Linear, residual: torch.Tensor, config: dict[str, int] | None = None
+) -> Stream:
+    """The layer's output for x [M, inner] plus the residual [M, D]: the new stream."""
     rows, inner = x.shape
-    width = gate.shape[0]
-    config = config or tiles(rows)
+    width = layer.out_features
+    settings = _settings(x, config)
+    grid = (triton.cdiv(width, settings["BN"]), triton.cdiv(rows, settings["BM"]))
     out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
-    grid = (triton.cdiv(width, config["BN"]), triton.cdiv(rows, config["BM"]))
-    _gated_linear[grid](x, gate, up, out, rows, inner, x.stride(0), width, PRECISION=_precision(x), **config)
-    return out
+    squares = torch.empty(rows, grid[0], dtype=torch.float32, device=x.device)
+    _linear_add[grid](
+        *(x, layer.weight, layer.weight if layer.bias is None else layer.bias, residual, out, squares),
+        *(rows, inner, x.stride(0), width),
+        BIAS=layer.bias is not None,
+        **settings,
+    )
+    return out, squares

@@ -47,7 +47,9 @@ def _rotate(first, second, cos, sin, dtype: tl.constexpr):
 
 @triton.jit
 def _rotary_cache(
-    qkv_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
     q_out_ptr,
     keys_ptr,
     values_ptr,
@@ -58,7 +60,9 @@ def _rotary_cache(
     positions_ptr,
     active_ptr,
     table_ptr,
-    qkv_stride,
+    q_stride,
+    k_stride,
+    v_stride,
     table_stride,
     trash,
     eps,
@@ -83,10 +87,10 @@ def _rotary_cache(
     heads = tl.arange(0, HEADS_UP)
     mask = (heads < HEADS)[:, None] & inside[None, :]
     offsets = heads[:, None] * DIM + columns[None, :]
-    base = qkv_ptr + row * qkv_stride
+    base = q_ptr + row * q_stride
     first = tl.load(base + offsets, mask=mask, other=0.0)
     second = tl.load(base + offsets + HALF, mask=mask, other=0.0)
-    dtype: tl.constexpr = qkv_ptr.dtype.element_ty
+    dtype: tl.constexpr = q_ptr.dtype.element_ty
     if NORM:
         first, second = _head_norm(first, second, q_norm_ptr, eps, dtype, HALF, HALF_UP)
     first, second = _rotate(first, second, cos, sin, dtype)
@@ -102,7 +106,7 @@ def _rotary_cache(
     targets = (
         (block * KV + kv_heads[:, None]) * BLOCK_SIZE * DIM + (position % BLOCK_SIZE) * DIM + columns[None, :]
     )
-    base += HEADS * DIM
+    base = k_ptr + row * k_stride
     first = tl.load(base + offsets, mask=mask, other=0.0)
     second = tl.load(base + offsets + HALF, mask=mask, other=0.0)
     if NORM:
@@ -110,29 +114,28 @@ def _rotary_cache(
     first, second = _rotate(first, second, cos, sin, dtype)
     tl.store(keys_ptr + targets, first, mask=mask)
     tl.store(keys_ptr + targets + HALF, second, mask=mask)
-    base += KV * DIM
+    base = v_ptr + row * v_stride
     tl.store(values_ptr + targets, tl.load(base + offsets, mask=mask, other=0.0), mask=mask)
     tl.store(values_ptr + targets + HALF, tl.load(base + offsets + HALF, mask=mask, other=0.0), mask=mask)
 
 
 def rotary_cache(
-    qkv: torch.Tensor,
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     cache: tuple[torch.Tensor, torch.Tensor],
     rope: tuple[torch.Tensor, torch.Tensor],
     inputs: DecodeInputs,
-    heads: int,
     norms: tuple[torch.Tensor, torch.Tensor, float] | None,
 ) -> torch.Tensor:
-    """qkv [M, (heads + 2 kv) * dim]; cos and sin [positions, dim]; returns the rotated queries [M, heads, dim]."""
+    """Of three tensors [M, heads * dim] the first, rotated: [M, heads, dim]; cos and sin [positions, dim]."""
     (keys, values), (cos, sin), (_, positions, active, table) = cache, rope, inputs[:4]
     blocks, kv_heads, block_size, dim = keys.shape
-    rows = qkv.shape[0]
-    q_out = torch.empty(rows, heads, dim, dtype=qkv.dtype, device=qkv.device)
+    rows, heads = qkv[0].shape[0], qkv[0].shape[1] // dim
+    q_out = torch.empty(rows, heads, dim, dtype=qkv[0].dtype, device=qkv[0].device)
     q_norm, k_norm, eps = norms if norms is not None else (cos, cos, 0.0)
-    pointers = (qkv, q_out, keys, values, cos, sin, q_norm, k_norm, positions, active, table)
+    pointers = (*qkv, q_out, keys, values, cos, sin, q_norm, k_norm, positions, active, table)
     _rotary_cache[(rows,)](
         *pointers,
-        qkv.stride(0),
+        *(part.stride(0) for part in qkv),
         table.stride(0),
         blocks - 1,
         eps,
