@@ -193,7 +193,8 @@ SMALL = 1024
 """Up to this width of the model our own products in one kernel beat several of the library's."""
 
 
-def _side_by_side(x: Tensor, layers: Seq[nn.Linear]) -> Tensor:
+def side_by_side(x: Tensor, layers: Seq[nn.Linear]) -> Tensor:
+    """The outputs of several layers, by the library's product for each."""
     widths = [layer.out_features for layer in layers]
     out = torch.empty(x.shape[0], sum(widths), dtype=x.dtype, device=x.device)
     for layer, part in zip(layers, out.split(widths, dim=1), strict=True):
@@ -227,7 +228,7 @@ class TritonOps:
             weights = (layers[0].weight, layers[1].weight, layers[2].weight)
             joined = None if biases[0] is None else (biases[0], biases[1], biases[2])
             return self._linear.joined_linear(x, weights, joined)
-        return _side_by_side(x, layers)
+        return side_by_side(x, layers)
 
     def scaled_product(self, x: Pair, weight: Pair, dtype: torch.dtype) -> Tensor:
         # The device's product with a scale per row gives bfloat16 only.
@@ -236,7 +237,7 @@ class TritonOps:
     def gated_linear(self, x: Tensor, gate: nn.Linear, up: nn.Linear) -> Tensor:
         if x.shape[1] <= SMALL and gate.bias is None and up.bias is None:
             return self._linear.gated_linear(x, gate.weight, up.weight)
-        both = _side_by_side(x, [gate, up])
+        both = side_by_side(x, [gate, up])
         return self.silu_mul(*both.chunk(2, dim=1))
 
 
