@@ -596,6 +596,38 @@ def free_rows_are_filled_before_anything_decodes() -> str:
 
 
 @check
+def late_samples_start_from_kept_prompts() -> str:
+    """With rows for a quarter of the samples every prompt is computed once; nothing waits for the device."""
+    model = build_model("llama").to(DEVICE)
+    asked = requests(max_tokens=30, n=16, ignore_eos=True)
+    tokens = sum(len(request.prompt_ids) for request in asked)
+    engine = native(model, max_num_seqs=4 * len(asked), cache_tokens=16 * 4000)
+    answers(engine, asked)  # compiles
+    before, prefill = engine.stats(), DeviceRunner.prefill
+
+    def without_waiting(*args: Any) -> None:
+        if DEVICE == "cuda":
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            prefill(*args)
+        finally:
+            if DEVICE == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
+
+    DeviceRunner.prefill = without_waiting
+    try:
+        found = answers(engine, asked)
+    finally:
+        DeviceRunner.prefill = prefill
+    said = compare(found, answers(HFRollout(model, None), asked), 1e-4)
+    stats = engine.stats()
+    prompts, passes = stats.prompts - before.prompts, stats.prompt_passes - before.prompt_passes
+    if prompts != len(asked) or passes != -(-tokens // engine.limits.max_num_batched_tokens):
+        raise AssertionError(f"{passes} passes for {prompts} prompts of {tokens} tokens, {len(asked)} asked")
+    return f"{said}; {passes} passes for {len(found)} samples"
+
+
+@check
 def cached_beginnings_equal_padded_attention() -> str:
     """The flash kernel with bounds of its own for queries and keys (which needs a GPU) against dense attention."""
     worst = 0.0

@@ -7,14 +7,15 @@ been computed from, every token is computed once, and nothing but a row decodes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from typing import Any
 
-from verl.rollout.base import Request, Response
+import numpy as np
+
+from verl.rollout.base import Request, Response, RolloutStats
 from verl.rollout.native import Limits
 from verl.rollout.native.block_manager import BlockManager, Copy
 from verl.rollout.native.device_runner import DeviceRunner
-from verl.rollout.native.scheduler import Chunk, Scheduler
+from verl.rollout.native.scheduler import Chunk, Scheduler, Start
 from verl.rollout.sampling import Kinds, mix, sequence_key
 from verl.rollout.sequence import Sequence, Stopper, sequences_of
 
@@ -44,6 +45,7 @@ class SimulatedState:
         self.capacity = capacity
         self.rows: list[dict[str, Any]] = []
         self.slots: dict[int, list[int]] = {}
+        self.tables: dict[int, list[int]] = {}
 
     def fill(
         self, start: int, sequences: list[Sequence], stops: list[frozenset[int]], slots: list[int]
@@ -64,19 +66,24 @@ class SimulatedState:
                 }
             )
 
-    def set_tables(self, changed: Iterable[tuple[int, list[int]]], used: int) -> None:
-        for row, table in changed:
-            self.rows[row]["table"] = list(table)
+    def set_tables(self, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            self.tables[sequence.slot] = list(sequence.table)
 
-    def keep(self, kept: list[int]) -> None:
+    def send_tables(self, slots: np.ndarray, used: int) -> None:
+        for row, slot in zip(self.rows, slots.tolist(), strict=True):
+            row["table"] = self.tables[slot]
+
+    def keep(self, kept: np.ndarray) -> None:
         self.rows = [self.rows[place] for place in kept]
 
     def poll(self, rows: int) -> Any:
         progress = [(row["active"], len(self.slots[row["slot"]])) for row in self.rows[:rows]]
 
         class Poll:
-            def read(self) -> tuple[list[int], list[int]]:
-                return [active for active, _ in progress], [made for _, made in progress]
+            def read(self) -> tuple[np.ndarray, np.ndarray]:
+                active, made = np.array(progress).T
+                return active, made
 
         return Poll()
 
@@ -95,25 +102,26 @@ class SimulatedRunner(DeviceRunner):
     def __init__(self, stopper: Stopper, kinds: Kinds, capacity: int, block_size: int) -> None:
         self.stopper, self.kinds = stopper, kinds
         self.state: Any = SimulatedState(capacity)
+        self.state.send = None
         self.cache: Any = self
         self.block_size = block_size
         self.use_graphs = False
         self.graph_error = None
-        self.rows = []
-        self._slots = list(range(capacity))
-        self._in_flight = self._drawn = self._steps = 0
-        self._ended = []
-        self._poll = None
-        self._tables_moved = False
+        self._empty_rows()
         self.places: dict[tuple[int, int], tuple[int, ...]] = {}
         """(block, offset) -> the tokens its keys were computed from."""
         self.computed: dict[int, int] = {}
         """For each sequence with blocks, by id: how many of its tokens have been computed."""
         self.decode_calls: list[tuple[int, int]] = []
         """(rows, steps) of every burst of decode steps."""
+        self.joins: list[int] = []
+        """Rows that started together."""
         self.polls = 0
+        self.stats = RolloutStats()
+        self.given_up = 0
+        """Computed prompts, or prompts begun, that lost their blocks."""
 
-    def copy(self, copies: list[Copy]) -> None:
+    def copy(self, copies: list[Copy], send: Any = None) -> None:
         for copy in copies:
             for offset in range(copy.tokens):
                 self.places[copy.target, offset] = self.places[copy.source, offset]
@@ -126,20 +134,29 @@ class SimulatedRunner(DeviceRunner):
             place = (table[position // self.block_size], position % self.block_size)
             assert self.places[place] == tuple(tokens[: position + 1]), "keys of other tokens were read"
 
-    def prefill(self, chunks: list[Chunk]) -> None:
+    def prefill(self, chunks: list[Chunk], starts: list[Start]) -> None:
         samplers: list[Sequence] = []
         for chunk in chunks:
             sequence, end = chunk.sequence, chunk.start + chunk.count
-            assert all(row.sequence is not sequence for row in self.rows), "a row is computed as a prompt"
-            assert self.computed.get(id(sequence), chunk.start) == chunk.start, (
-                "computed twice, or not at all"
-            )
+            assert all(row is not sequence for row in self.rows), "a row is computed as a prompt"
+            before = self.computed.get(id(sequence), chunk.start)
+            assert before == chunk.start, "computed twice, or not at all"
             self._compute(sequence.tokens, sequence.table, chunk.start, end)
             self.computed[id(sequence)] = end
-            assert bool(chunk.samplers) == (end == len(sequence.tokens))
+            assert bool(chunk.samplers or chunk.kept) == (end == len(sequence.tokens))
+            if chunk.kept:
+                sequence.prompt_state = tuple(sequence.tokens)
             samplers += chunk.samplers
             self.computed.update((id(sampler), end) for sampler in chunk.samplers)
+        for start in starts:
+            tokens = start.prompt.prompt_state
+            for sampler in start.samplers:
+                assert tokens == tuple(sampler.tokens), "it starts from another prompt"
+                self._compute(sampler.tokens, sampler.table, len(tokens), len(tokens))
+                self.computed[id(sampler)] = len(tokens)
+            samplers += start.samplers
         if samplers:
+            self.joins.append(len(samplers))
             self._join(samplers, None)  # type: ignore[arg-type]
 
     def _draw(self, logits: Any, start: int, end: int) -> None:
@@ -159,10 +176,10 @@ class SimulatedRunner(DeviceRunner):
     def decode_step(self, size: int) -> None:
         for row, state in zip(self.rows, self.state.rows, strict=True):
             if state["active"]:
-                position = self.computed[id(row.sequence)]
+                position = self.computed[id(row)]
                 assert position == len(state["tokens"]) - 1
                 self._compute(state["tokens"], state["table"], position, position + 1)
-                self.computed[id(row.sequence)] = position + 1
+                self.computed[id(row)] = position + 1
         self._draw(None, 0, len(self.rows))
 
     def evict(self, sequences: list[Sequence]) -> Any:
@@ -194,9 +211,17 @@ def run(
     """The responses of the device runner's loop; fails when it takes more than `most_polls` polls."""
     rows = min(limits.max_num_seqs, limits.max_num_batched_tokens)
     manager = BlockManager(blocks, block_size)
-    scheduler = Scheduler(manager, rows, limits.max_num_batched_tokens, blocks // 100)
+    scheduler = Scheduler(manager, rows, limits.max_num_batched_tokens, blocks // 100, prompts_apart=True)
     kinds = Kinds.of([request.sampling for request in requests])
     runner = SimulatedRunner(Stopper(None, frozenset({EOS})), kinds, rows, block_size)
+    give_up = scheduler._give_up
+
+    def noting(prompt: Sequence) -> None:
+        runner.given_up += 1
+        runner.computed.pop(id(prompt), None)
+        give_up(prompt)
+
+    scheduler._give_up = noting  # type: ignore[method-assign]
     for request in sorted(requests, key=lambda r: len(r.prompt_ids)):
         scheduler.add(sequences_of(request))
     found: dict[tuple[str, int], Response] = {}
@@ -208,4 +233,5 @@ def run(
             assert key not in found, "answered twice"
             found[key] = sequence.response(reason)
     check_blocks(manager, [])
+    runner.stats = scheduler.stats
     return found, runner

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,9 +17,11 @@ from verl.rollout import Request, SamplingParams
 from verl.rollout.hf import HFRollout
 from verl.rollout.native import Limits, NativeRollout
 from verl.rollout.native import model as native_model
+from verl.rollout.native.block_manager import BlockManager
 from verl.rollout.native.device_runner import PROMPT_PASSES, DeviceRunner
 from verl.rollout.native.ops import DecodeInputs, TorchOps
-from verl.rollout.native.scheduler import graph_batch_size
+from verl.rollout.native.scheduler import Scheduler, graph_batch_size
+from verl.rollout.sequence import sequences_of
 
 
 @pytest.mark.parametrize("left", [0, 1, 2])
@@ -51,7 +54,10 @@ def test_every_sample_ends_where_its_draws_say(
     longest = max(len(r.prompt_ids) + r.sampling.max_tokens for r in requests)
     limits = Limits(max_num_batched_tokens=budget, max_num_seqs=rows)
     blocks = -(-longest // block_size) + spare_blocks
-    found, _ = simulated_device.run(requests, limits, blocks, block_size)
+    found, runner = simulated_device.run(requests, limits, blocks, block_size)
+    if not runner.stats.preemptions + runner.given_up:
+        assert runner.stats.prompts == len(requests), "a prompt was computed twice, or for a sample alone"
+        assert runner.stats.prefilled_tokens <= sum(len(request.prompt_ids) for request in requests)
     assert {key: (r.token_ids, r.finish_reason) for key, r in found.items()} == {
         (r.request_id, sample): simulated_device.expected(r, sample)
         for r in requests
@@ -126,6 +132,127 @@ def test_running_rows_wait_for_a_bounded_number_of_prompt_passes() -> None:
     assert rows[0] == 50 * PROMPT_PASSES // 20
     assert all(later - earlier <= rows[0] for earlier, later in itertools.pairwise(rows))
     assert max(rows) == 30
+
+
+def mixed_group_requests(prompts: int, n: int, seed: int = 0) -> list[Request]:
+    rng = random.Random(seed)
+    return [
+        Request(
+            f"q{index}",
+            [rng.randrange(3, 90) for _ in range(20)],
+            SamplingParams(max_tokens=rng.randint(2, 7), ignore_eos=True),
+            n=n,
+            seed=seed,
+        )
+        for index in range(prompts)
+    ]
+
+
+def answered(engine: NativeRollout, requests: list[Request]) -> dict[tuple[str, int], list[int]]:
+    return {(r.request_id, r.sample): r.token_ids for r in engine.generate(requests)}
+
+
+def test_more_samples_than_rows_compute_each_prompt_once_in_full_passes(tiny: Any) -> None:
+    """128 prompts of 20 tokens, 16 samples each, a quarter of which are rows at once."""
+    model = tiny("llama", num_hidden_layers=1)
+    requests = mixed_group_requests(128, 16)
+    limits = Limits(max_num_batched_tokens=600, max_num_seqs=512, cache_tokens=16 * 8000)
+    engine = NativeRollout(model, None, limits, on_device=True, verify=False)
+    found = answered(engine, requests)
+    stats = engine.stats()
+    assert stats.prompt_passes == -(-128 * 20 // 600), "a pass for late samples"
+    assert (stats.prompts, stats.prefilled_tokens, stats.preemptions) == (128, 128 * 20, 0)
+    unlimited = Limits(max_num_batched_tokens=4096, max_num_seqs=2048)
+    assert found == answered(NativeRollout(model, None, unlimited, True, verify=False), requests)
+
+
+def test_late_samples_start_in_groups() -> None:
+    """Their lengths differ, so that rows become free one after the other."""
+    sampling = [SamplingParams(max_tokens=4 + 3 * i % 41, ignore_eos=True) for i in range(40)]
+    requests = [Request(str(i), [i % 7 + 1] * 5, sampling[i], n=8) for i in range(40)]
+    limits = Limits(max_num_batched_tokens=256, max_num_seqs=128)
+    _, runner = simulated_device.run(requests, limits, blocks=5000)
+    assert runner.stats.prompt_passes == 1 and runner.given_up == 0
+    # 192 late samples; rows end in groups of eight here, four steps apart: one by one they would be 24 or more starts.
+    assert runner.joins[0] == 128 and len(runner.joins) <= 17
+    assert all(joined >= 8 for joined in runner.joins)
+
+
+def test_a_new_prompt_does_not_wait_where_few_rows_run() -> None:
+    sampling = SamplingParams(max_tokens=400, ignore_eos=True)
+    blocks = BlockManager(10_000, 4)
+    scheduler = Scheduler(blocks, 512, 4096, prompts_apart=True)
+    scheduler.add(sequences_of(Request("few", [1] * 9, sampling, n=8)))
+    scheduler.complete(scheduler.schedule())
+    scheduler.add(sequences_of(Request("late", [2] * 9, sampling)))
+    step = scheduler.schedule()
+    assert [s.request.request_id for c in step.chunks for s in c.samplers] == ["late"]
+    scheduler.complete(step)
+    # Beside many rows it waits for others, but not for ever.
+    scheduler.add(sequences_of(Request("many", [3] * 9, sampling, n=200)))
+    scheduler.complete(scheduler.schedule())
+    scheduler.add(sequences_of(Request("last", [4] * 9, sampling)))
+    waits = 0
+    while not (step := scheduler.schedule()).chunks:
+        scheduler.complete(step)
+        waits += 1
+    assert 1 <= waits <= 8
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_turns_and_resumed_samples_share_passes(resumed: bool, tiny: Any) -> None:
+    """Conversations whose turns end one after the other, or samples that continue what they have."""
+    model = tiny("llama", num_hidden_layers=1)
+    rng = random.Random(1)
+    limits = Limits(max_num_batched_tokens=512, max_num_seqs=96, cache_tokens=16 * 8000)
+    engine = NativeRollout(model, None, limits, on_device=True, verify=False)
+    requests = []
+    for index in range(96):
+        prompt = [rng.randrange(3, 90) for _ in range(16)]
+        sampling = SamplingParams(max_tokens=rng.randint(4, 60), ignore_eos=True)
+        partial = ([7] * 3, [8] * 2) if resumed else ()
+        name = None if resumed else str(index)
+        requests.append(Request(str(index), prompt, sampling, n=1 + resumed, partial=partial, prefix_id=name))
+    engine.submit(requests)
+    turns, left = 0, {request.request_id: request for request in requests}
+    while left:
+        for response in engine.poll():
+            request = left[response.request_id]
+            if response.sample == request.n - 1:
+                del left[request.request_id]
+            if not resumed and not request.request_id.endswith("+"):
+                turns += 1
+                prompt = [*request.prompt_ids, *response.token_ids, 5, 6]
+                later = replace(request, request_id=f"{request.request_id}+", prompt_ids=prompt)
+                left[later.request_id] = later
+                engine.submit([later])
+    stats = engine.stats()
+    if resumed:
+        # The second sample finds the full block of its prompt, which the first one fills in the same pass.
+        assert stats.prompts == 192 and stats.prefilled_tokens == 96 * (19 + 2)
+        assert stats.prompt_passes == -(-stats.prefilled_tokens // 512)
+    else:
+        assert turns == 96 and stats.prompts == 192
+        assert stats.prefilled_tokens == 96 * 16 + 96 * 3, "what a turn has computed is not computed again"
+        assert stats.prompt_passes <= 20, "a pass for nearly every turn"
+
+
+def test_kept_prompts_are_of_no_use_with_new_weights() -> None:
+    blocks = BlockManager(1000, 4)
+    scheduler = Scheduler(blocks, 4, 64, prompts_apart=True)
+    for name in "ab":
+        request = Request(name, [ord(name)] * 10, SamplingParams(max_tokens=30), n=3)
+        scheduler.add(sequences_of(request))
+    step = scheduler.schedule()
+    assert [(len(chunk.samplers), chunk.kept) for chunk in step.chunks] == [(3, False), (1, True)]
+    scheduler.complete(step)
+    assert [prompt.remaining for prompt in scheduler.prompts] == [0]
+    scheduler.set_version(1)
+    assert not scheduler.prompts and len(scheduler.waiting) == 1
+    scheduler.finish_all(scheduler.running[:3])
+    step = scheduler.schedule()
+    assert not step.starts and [chunk.count for chunk in step.chunks] == [10]
+    simulated_device.check_blocks(blocks, scheduler.everything())
 
 
 def test_batch_sizes_waste_little_and_are_few() -> None:

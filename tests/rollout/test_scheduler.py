@@ -44,7 +44,13 @@ class FakeCache:
                 assert place not in writes, "written twice in one step"
                 writes[place] = sequence
                 self.slots[place] = tuple(sequence.tokens[: position + 1]), self.version
-        samplers = [s for c in step.chunks for s in c.samplers] + step.decodes
+        for chunk in step.chunks:
+            if chunk.kept:
+                chunk.sequence.prompt_state = tuple(chunk.sequence.tokens), self.version
+        for start in step.starts:
+            for sampler in start.samplers:
+                assert start.prompt.prompt_state == (tuple(sampler.tokens), self.version), "not its prompt"
+        samplers = [s for part in (*step.chunks, *step.starts) for s in part.samplers] + step.decodes
         for sequence, start, count in spans:
             for position in range(start + count):
                 place = (sequence.table[position // size], position % size)
@@ -127,12 +133,13 @@ def test_every_request_finishes_once_and_no_block_is_lost(
             scheduler.set_version(cache.version)
         if rng.random() < 0.03:
             blocks.release_kept(["x"])
-        cache.look(scheduler.running)
+        cache.look([*scheduler.running, *scheduler.prompts])
         step = scheduler.schedule(lookahead)
         if not small_blocks:
             scheduler.compact(step)
-        assert step.tokens <= budget and len(scheduler.running) <= max_sequences
-        assert step.tokens > 0, "a step without work would hang"
+        tokens = step.prompt_tokens + len(step.decodes)
+        assert tokens <= budget and len(scheduler.running) <= max_sequences
+        assert tokens or step.starts, "a step without work would hang"
         samplers = cache.run(step)
         assert len({id(s) for s in samplers}) == len(samplers)
         scheduler.complete(step)
@@ -165,7 +172,7 @@ def drive(scheduler: Scheduler, steps: int = 200) -> list[Step]:
         scheduler.complete(step)
         made.append(step)
         ended = []
-        for sequence in [*(s for c in step.chunks for s in c.samplers), *step.decodes]:
+        for sequence in [*(s for part in (*step.chunks, *step.starts) for s in part.samplers), *step.decodes]:
             sequence.tokens.append(7)
             if len(sequence.tokens) >= sequence.max_length:
                 ended.append(sequence)
@@ -208,7 +215,7 @@ def test_prompts_are_cut_to_the_budget_beside_running_decodes() -> None:
     steps = drive(scheduler)
     mixed = [step for step in steps if step.chunks and step.decodes]
     assert [step.chunks[0].count for step in mixed] == [7, 7, 7, 7, 2]
-    assert all(step.tokens <= 8 for step in steps)
+    assert all(step.prompt_tokens + len(step.decodes) <= 8 for step in steps)
 
 
 def test_the_youngest_gives_way_and_comes_back_first() -> None:
@@ -224,6 +231,8 @@ def test_the_youngest_gives_way_and_comes_back_first() -> None:
 def test_a_scheduler_that_can_run_nothing_raises_instead_of_being_asked_for_ever() -> None:
     scheduler = Scheduler(BlockManager(2, 4), 8, 64)
     scheduler.add(sequences_of(Request("large", [1] * 9, SamplingParams(max_tokens=4))))
-    with pytest.raises(RuntimeError, match="nothing to run.*1 waiting, 2 of 2 blocks free.*'large'"):
+    with pytest.raises(
+        RuntimeError, match="nothing to run.*0 prompts, 1 waiting, 2 of 2 blocks free.*'large'"
+    ):
         scheduler.schedule()
     assert not scheduler.schedule(lookahead=0).chunks, "a step of prompts alone may be empty"

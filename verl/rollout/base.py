@@ -120,6 +120,10 @@ class RolloutStats:
     """Tokens of the longest response being generated; 0 where that is not known."""
     prefilled_tokens: int = 0
     """Prompt tokens computed since the engine was built; those found in the KV cache do not count."""
+    prompts: int = 0
+    """Computed since the engine was built; samples that share one do not count, preempted ones do again."""
+    prompt_passes: int = 0
+    """Passes of the model with prompt tokens since the engine was built; 0 where that is not known."""
     preemptions: int = 0
     """Since the engine was built."""
     weight_sync: dict[str, float] = field(default_factory=dict)

@@ -1,8 +1,8 @@
 """One sample in the engine: its tokens, how many of them are in the KV cache, in which blocks, and where it ends.
 
 `computed` tokens have their keys and values in the cache; the model has to see the other `remaining`, and after the
-last of them it draws one more. A decoding sequence has one remaining token; so may a prompt that was cut before its
-last token, which is why `decoding` is a separate state.
+last of them it draws one more. A running sequence has one remaining token; so may a prompt that was cut before its last
+token, which is why `Status` tells them apart.
 """
 
 from __future__ import annotations
@@ -100,6 +100,8 @@ class Stopper:
 
 class Status(Enum):
     WAITING = "waiting"
+    PROMPT = "prompt"
+    """Its prompt is being computed, or is and its samples wait for rows."""
     RUNNING = "running"
     FINISHED = "finished"
 
@@ -122,8 +124,12 @@ class Sequence:
         self.resumed_length = len(self.tokens)
         self.max_length = self.prompt_length + request.sampling.max_tokens
         self.computed = 0
-        self.decoding = False
-        """It has drawn a token since its tokens were last prefilled: the runner has it as a row."""
+        self.writable = 0
+        """Up to this length its blocks are its own to write to, as far as the scheduler knows."""
+        self.slot = -1
+        """Where a device keeps its new tokens, while it is a row there."""
+        self.prompt_state: Any = None
+        """What the runner keeps of its computed prompt, the last hidden state, while samples of it wait."""
         self.on_device = 0
         """Tokens generated on the device and not yet copied to the host; none of those on the host ends it."""
         self.stale = False

@@ -40,7 +40,10 @@ _ADVICE = (
 )
 ABORT_S = 5.0
 """How long a healthy rank takes at most to answer an abort; one that does not is noticed by `poll`."""
-_SUMMED = ("kv_blocks_used", "kv_blocks", "generated_tokens", "prefilled_tokens", "preemptions")
+_SUMMED = (
+    *("kv_blocks_used", "kv_blocks", "generated_tokens", "prefilled_tokens", "prompts", "prompt_passes"),
+    "preemptions",
+)
 SUBMIT_S = 0.2
 """How soon `poll` sends on requests that another thread submitted while it waits."""
 

@@ -121,6 +121,7 @@ class BlockManager:
                 self._forget(table[index], offset // self.hash_block)
         while len(table) * self.block_size < length:
             table.append(self._allocate())
+        sequence.writable = len(table) * self.block_size
         return copies
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
@@ -144,6 +145,10 @@ class BlockManager:
         """A finished sequence keeps its blocks for the request that continues it."""
         sequence.computed = min(sequence.computed, len(sequence.tokens) - 1)
         self.register(sequence, sequence.computed)
+        used = self.blocks_for(sequence.computed)
+        for block in reversed(sequence.table[used:]):
+            self._drop(block)
+        del sequence.table[used:]
         prefix_id = str(sequence.request.prefix_id)
         self.kept.setdefault(prefix_id, []).append(sequence)
         self.kept.move_to_end(prefix_id)

@@ -235,9 +235,8 @@ class CPURunner:
             positions += range(chunk.start, end)
             slots += range(page * page_size + chunk.start, page * page_size + end)
             spans.append(ChunkSpan(page, first, chunk.start, chunk.count))
-            for sequence in chunk.samplers:
-                rows.append(len(ids) - 1)
-                samplers.append(sequence)
+            rows += [len(ids) - 1] * len(chunk.samplers)
+            samplers += chunk.samplers
         decodes = sorted(step.decodes, key=lambda s: s.table[0])
         segments = make_segments([s.table[0] for s in decodes], [s.computed + 1 for s in decodes], len(ids))
         for sequence in decodes:
@@ -246,11 +245,20 @@ class CPURunner:
             positions.append(sequence.computed)
             slots.append(sequence.table[0] * page_size + sequence.computed)
         samplers += decodes
-        context = PagedAttention(self.cache, torch.tensor(slots), spans, segments)
-        hidden_ND = self.backbone.hidden(torch.tensor(ids), torch.tensor(positions), context)
+        ends_BD: list[torch.Tensor] = []
+        if ids:
+            context = PagedAttention(self.cache, torch.tensor(slots), spans, segments)
+            hidden_ND = self.backbone.hidden(torch.tensor(ids), torch.tensor(positions), context)
+            ends_BD.append(hidden_ND[rows])
+            for chunk, span in zip(step.chunks, spans, strict=True):
+                if chunk.kept:
+                    chunk.sequence.prompt_state = hidden_ND[span.first + span.count - 1].clone()
+        for start in step.starts:
+            ends_BD.append(start.prompt.prompt_state.expand(len(start.samplers), -1))
+            samplers += start.samplers
         self._drawn = ([], [], [])
         if samplers:
-            tokens_B, log_probs_B = self._draw(self.backbone.logits(hidden_ND[rows]), samplers)
+            tokens_B, log_probs_B = self._draw(self.backbone.logits(torch.cat(ends_BD)), samplers)
             self._drawn = (samplers, tokens_B.tolist(), log_probs_B.tolist())
         check_finite(self._drawn[2])
         scheduler.complete(step)

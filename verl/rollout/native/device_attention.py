@@ -87,8 +87,12 @@ def prompt_inputs(
     arrays = [np.array(ids), positions, np.concatenate(slots), last, last + 1, lengths.cumsum()]
     continued = bool(starts.any())
     arrays.append(np.concatenate(context) if continued else np.zeros(0, dtype=np.int64))
-    sent = send(torch.from_numpy(np.concatenate(arrays)))
-    *inputs, ends_q, ends_k, context_slots = sent.split([len(array) for array in arrays])
+    # Each starts at a multiple of 16 bytes: for other addresses Triton would compile its kernels again.
+    sent = send(torch.from_numpy(np.concatenate([np.pad(array, (0, len(array) % 2)) for array in arrays])))
+    parts = sent.split([len(array) + len(array) % 2 for array in arrays])
+    *inputs, ends_q, ends_k, context_slots = (
+        part[: len(array)] for part, array in zip(parts, arrays, strict=True)
+    )
     cu_q, cu_k = F.pad(torch.stack([ends_q, ends_k]), (1, 0)).to(torch.int32)
     inner: PackedAttention | ContinuedAttention = PackedAttention(cu_q, tuple(counts.tolist()))
     if continued:

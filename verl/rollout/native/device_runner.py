@@ -13,8 +13,10 @@ runs step by step.
 from __future__ import annotations
 
 from dataclasses import InitVar, dataclass, field
+from itertools import compress
 from typing import Any
 
+import numpy as np
 import torch
 
 from verl.errors import ConfigError
@@ -24,7 +26,7 @@ from verl.rollout.native.device_attention import DecodeAttention, prompt_inputs
 from verl.rollout.native.device_state import DeviceCache, DeviceState, Poll
 from verl.rollout.native.model import Backbone, FusedDecoder, require_fp8_device
 from verl.rollout.native.ops import DecodeInputs, Ops, TorchOps, TritonOps
-from verl.rollout.native.scheduler import Chunk, Scheduler, Step, graph_batch_size
+from verl.rollout.native.scheduler import Chunk, Scheduler, Start, Step, graph_batch_size
 from verl.rollout.sampling import Kinds, sample
 from verl.rollout.sequence import Sequence, Stopper
 
@@ -36,20 +38,6 @@ PROMPT_PASSES = 8
 """At most this many prompt passes run between two bursts of decode steps. While rows are free and prompts wait they
 follow each other, since a decode step of a few rows takes nearly as long as one of many; running rows, and an abort,
 wait for no more than these."""
-
-
-@dataclass(eq=False)
-class Row:
-    """A sequence on the device. `table` is the length and the newest writable block of the table the device knows;
-    `fetched` is how many of the tokens in its slot the host has."""
-
-    sequence: Sequence
-    slot: int
-    table: tuple[int, int] = (0, -1)
-    fetched: int = 0
-    removed: bool = False
-    shared: int = 0
-    """Leading tokens that it attends to together with the other samples of its prompt."""
 
 
 @dataclass(eq=False, repr=False)
@@ -70,9 +58,26 @@ class DeviceRunner:
         self.use_graphs = False
         self.graph_error: str | None = None
         """Why the step cannot be captured, where it cannot."""
-        self.rows: list[Row] = []
-        self._slots = list(range(self.state.capacity))
+        self._empty_rows()
+        self.graphs: dict[tuple[int, Kinds | None, bool], torch.cuda.CUDAGraph] = {}
+        self._recorder: GraphRecorder | None = None
+        self.rebind(model)
+        self.configure(self.stopper, self.kinds)
+
+    def _empty_rows(self) -> None:
+        """No row, nothing in flight."""
+        capacity = self.state.capacity
+        self.rows: list[Sequence] = []
+        self._row_slots = np.zeros(0, dtype=np.int64)
+        """Replaced, never changed: a poll refers to the one of its time."""
+        self._slots = list(range(capacity))
         """Those that are free."""
+        self._of_slot: dict[int, Sequence] = {}
+        slots = np.zeros((6, capacity), dtype=np.int64)
+        self._joined_at, self._most, self._generated, self._fetched, self._watched, self._shared = slots
+        """By slot: the sequence's length when it became a row, the tokens it may generate, those it is known to have
+        generated, those the host has, whether the host looks for stop strings in them, and the leading tokens that it
+        attends to together with the other samples of its prompt."""
         self._in_flight = 0
         """Decode steps enqueued since the last poll that was read."""
         self._steps = 0
@@ -81,12 +86,9 @@ class DeviceRunner:
         """Tokens found to be drawn and not yet in the scheduler's stats."""
         self._ended: list[tuple[Sequence, FinishReason]] = []
         """Found to have ended and not yet returned by `finished`."""
-        self._poll: tuple[list[Row], Poll] | None = None
+        self._poll: tuple[np.ndarray, Poll] | None = None
+        """The slots of the rows (-1: the row has left since), and their state on the device."""
         self._tables_moved = False
-        self.graphs: dict[tuple[int, Kinds | None, bool], torch.cuda.CUDAGraph] = {}
-        self._recorder: GraphRecorder | None = None
-        self.rebind(model)
-        self.configure(self.stopper, self.kinds)
 
     def configure(self, stopper: Stopper, kinds: Kinds) -> None:
         """How rows end, and the sampling features they need."""
@@ -135,7 +137,8 @@ class DeviceRunner:
     def schedule(self, scheduler: Scheduler) -> Step:
         """The rows to decode and the prompts to compute; preempted rows have left the device."""
         # Tokens of the steps in flight are not known yet; new steps and their blocks come on top of them.
-        left = max((row.sequence.max_length - row.sequence.length for row in self.rows), default=0)
+        slots = self._row_slots
+        left = int((self._most[slots] - self._generated[slots]).max()) if self.rows else 0
         self._steps = max(min(LOOKAHEAD, left - self._in_flight), 0)
         step = scheduler.schedule(lookahead=max(self._in_flight + self._steps, 1))
         self._make_free(scheduler, step)
@@ -148,6 +151,9 @@ class DeviceRunner:
     @torch.no_grad()
     def run(self, scheduler: Scheduler, step: Step) -> None:
         """Enqueue decode steps of all rows (those that end before are inactive) and prompt passes."""
+        if step.grown:
+            self.state.set_tables(step.grown)
+            self._tables_moved = True
         if step.decodes and self._steps:
             size = graph_batch_size(len(self.rows), self.state.capacity)
             self._send_tables(size)
@@ -159,8 +165,8 @@ class DeviceRunner:
                     graph.replay()
         self._in_flight = self._steps if step.decodes else 0
         for passes_left in reversed(range(PROMPT_PASSES)):
-            if step.chunks:
-                self.prefill(step.chunks)
+            if step.chunks or step.starts:
+                self.prefill(step.chunks, step.starts)
             scheduler.complete(step)
             if not passes_left or not step.chunks or step.preempted:
                 break
@@ -185,36 +191,61 @@ class DeviceRunner:
             scheduler.finish(sequence)
         self._ended += ended
         if step.copies:
-            self.cache.copy(step.copies)
+            self.cache.copy(step.copies, self.state.send)
 
     # Prompts
 
     @torch.no_grad()
-    def prefill(self, chunks: list[Chunk]) -> None:
-        """Compute chunks of prompts; those that end their prompt draw a first token and become rows."""
+    def prefill(self, chunks: list[Chunk], starts: list[Start]) -> None:
+        """Compute chunks of prompts. Samples of those that end, and of prompts computed earlier, draw a first token and
+        become rows."""
+        ends_PD: list[torch.Tensor] = []
+        if chunks:
+            ends_PD.append(self._prompt_pass(chunks))
+        if starts:
+            ends_PD.append(torch.stack([start.prompt.prompt_state for start in starts]))
+        groups = [chunk.samplers for chunk in chunks] + [start.samplers for start in starts]
+        samplers = [sampler for group in groups for sampler in group]
+        if samplers:
+            prompt_of = self.state.send(torch.tensor([at for at, group in enumerate(groups) for _ in group]))
+            self._join(samplers, self.backbone.logits(torch.cat(ends_PD).index_select(0, prompt_of)))
+
+    def _prompt_pass(self, chunks: list[Chunk]) -> torch.Tensor:
+        """[P, D]: the hidden state of the last token of each chunk; kept by the prompts that need it later."""
         inputs, attention = prompt_inputs(chunks, self.ops, self.cache, self.state.send)
         if self.fused is not None:
             hidden = self.fused.prompt(self.ops, inputs, attention)
         else:
             hidden = self.backbone.hidden(inputs.tokens, inputs.positions, attention)
-        samplers = [sampler for chunk in chunks for sampler in chunk.samplers]
-        if samplers:
-            chunk_of = [index for index, chunk in enumerate(chunks) for _ in chunk.samplers]
-            last = inputs.last.index_select(0, self.state.send(torch.tensor(chunk_of)))
-            self._join(samplers, self.backbone.logits(hidden.index_select(0, last)))
+        ends_PD = hidden.index_select(0, inputs.last)
+        for chunk, end_D in zip(chunks, ends_PD, strict=True):
+            if chunk.kept:
+                chunk.sequence.prompt_state = end_D
+        return ends_PD
 
     def _join(self, sequences: list[Sequence], logits: torch.Tensor) -> None:
         start, end = len(self.rows), len(self.rows) + len(sequences)
         stops = [self.stopper.stop_ids(s.request.sampling) for s in sequences]
-        rows = [Row(sequence, self._slots.pop(), shared=self._shared(sequence)) for sequence in sequences]
-        self.state.fill(start, sequences, stops, [row.slot for row in rows])
+        slots = [self._slots.pop() for _ in sequences]
+        self.state.fill(start, sequences, stops, slots)
         if self.kinds.penalty:
             self.state.set_seen(start, sequences)
         self._draw(logits, start, end)
-        for sequence in sequences:
-            sequence.on_device = 1
+        lengths = np.array([sequence.length for sequence in sequences])
+        self._joined_at[slots] = lengths
+        self._most[slots] = np.array([sequence.max_length for sequence in sequences]) - lengths
+        self._watched[slots] = [bool(sequence.request.sampling.stop) for sequence in sequences]
+        self._generated[slots], self._fetched[slots] = 1, 0
+        if self.fused is not None:
+            size, shared = self.cache.block_size, self.fused.shared_tokens
+            requests = [sequence.request for sequence in sequences]
+            self._shared[slots] = [shared(len(each.prompt_ids), each.n, size) for each in requests]
+        for sequence, slot in zip(sequences, slots, strict=True):
+            sequence.on_device, sequence.slot = 1, slot
+            self._of_slot[slot] = sequence
         self._drawn += len(sequences)
-        self.rows += rows
+        self.rows += sequences
+        self._row_slots = np.concatenate([self._row_slots, slots])
 
     def _draw(self, logits: torch.Tensor, start: int, end: int) -> None:
         """One token for each of the rows `start` to `end`, recorded on the device."""
@@ -252,26 +283,14 @@ class DeviceRunner:
         return self.graphs[key]
 
     def _send_tables(self, used: int) -> None:
-        changed = []
-        for index, row in enumerate(self.rows):
-            table = row.sequence.table
-            newest = min(row.sequence.computed // self.cache.block_size, len(table) - 1)
-            known = (len(table), table[newest])
-            if row.table != known:
-                row.table = known
-                changed.append((index, table))
-        if changed or self._tables_moved:
-            self.state.set_tables(changed, used)
+        if self._tables_moved:
+            self.state.send_tables(self._row_slots, used)
             self._tables_moved = False
-            shared = [row.shared for row in self.rows]
-            self._shares = any(shared)
+            shared = self._shared[self._row_slots]
+            self._shares = bool(shared.any())
             if self._shares and self.fused is not None:
-                self.state.set_shared(shared, used, self.cache.block_size, self.fused.sharing_rows)
-
-    def _shared(self, sequence: Sequence) -> int:
-        request = sequence.request
-        block_size = self.cache.block_size
-        return self.fused.shared_tokens(len(request.prompt_ids), request.n, block_size) if self.fused else 0
+                most, size = self.fused.sharing_rows, self.cache.block_size
+                self.state.set_shared(self._row_slots, shared, used, size, most)
 
     def decode_step(self, size: int) -> None:
         state = self.state
@@ -313,21 +332,25 @@ class DeviceRunner:
         What was enqueued since the last call is not waited for. A sequence's `length` is what is known of it."""
         before, self._poll = self._poll, None
         if self.rows:
-            self._poll = (list(self.rows), self.state.poll(len(self.rows)))
-        ended: list[Row] = []
-        watched: list[Row] = []
-        for row, active, generated in zip(before[0], *before[1].read(), strict=True) if before else ():
-            if row.removed:
-                continue
-            self._drawn += generated - row.fetched - row.sequence.on_device
-            row.sequence.on_device = generated - row.fetched
-            if not active:
-                ended.append(row)
-            elif row.sequence.request.sampling.stop:
-                watched.append(row)
-        for row in self.rows:
-            row.sequence.computed = row.sequence.length - 1
-        return self._finalize(ended, watched)
+            self._poll = (self._row_slots, self.state.poll(len(self.rows)))
+        if before is None:
+            return []
+        there = before[0] >= 0
+        slots, active, generated = (values[there] for values in (before[0], *before[1].read()))
+        self._note_generated(slots, generated)
+        return self._finalize(slots[active == 0], slots[(active != 0) & (self._watched[slots] != 0)])
+
+    def _note_generated(self, slots: np.ndarray, generated: np.ndarray) -> None:
+        """So many tokens are known to be drawn in these slots. (A loop over all rows: it does as little as can be.)"""
+        self._drawn += int((generated - self._generated[slots]).sum())
+        self._generated[slots] = generated
+        on_device = (generated - self._fetched[slots]).tolist()
+        computed = (self._joined_at[slots] + generated - 1).tolist()
+        of_slot = self._of_slot
+        for slot, new, length in zip(slots.tolist(), on_device, computed, strict=True):
+            sequence = of_slot[slot]
+            sequence.on_device = new
+            sequence.computed = length
 
     def settle(self) -> list[tuple[Sequence, FinishReason]]:
         """Wait for the device: the length of every sequence is then exact. Returns those that have ended."""
@@ -338,50 +361,52 @@ class DeviceRunner:
     def evict(self, sequences: list[Sequence]) -> list[tuple[Sequence, FinishReason]]:
         """Rows that are preempted or aborted leave, with all their tokens copied to the host; returns those that have
         ended meanwhile, which must not be continued: (sequence, why). Waits for the device."""
-        wanted = {id(sequence) for sequence in sequences}
-        if not any(id(row.sequence) in wanted for row in self.rows):
+        wanted = np.array([sequence.slot for sequence in sequences if sequence.slot >= 0], dtype=np.int64)
+        if not len(wanted):
             return []
-        ended: list[Row] = []
-        running: list[Row] = []
-        for row, active, generated in zip(self.rows, *self.state.poll(len(self.rows)).read(), strict=True):
-            if id(row.sequence) in wanted:
-                self._drawn += generated - row.fetched - row.sequence.on_device
-                row.sequence.on_device = generated - row.fetched
-                (running if active else ended).append(row)
-        answers = self._finalize(ended, running)
-        self._remove([row for row in running if not row.removed])
+        leaving = np.isin(self._row_slots, wanted)
+        active, generated = (values[leaving] for values in self.state.poll(len(self.rows)).read())
+        slots = self._row_slots[leaving]
+        self._note_generated(slots, generated)
+        answers = self._finalize(slots[active == 0], slots[active != 0])
+        self._remove(np.array([s.slot for s in sequences if s.slot >= 0], dtype=np.int64))
         return answers
 
-    def _finalize(self, ended: list[Row], running: list[Row]) -> list[tuple[Sequence, FinishReason]]:
-        """Copy the new tokens of some rows to the host. Those that have ended leave: (sequence, why). Of the `running`
+    def _finalize(self, ended: np.ndarray, running: np.ndarray) -> list[tuple[Sequence, FinishReason]]:
+        """Copy the new tokens of some slots to the host. Those that have ended leave: (sequence, why). Of the `running`
         ones these are the ones in which the host finds a stop string."""
-        rows = [*ended, *running]
-        if not rows:
+        slots = np.concatenate([ended, running])
+        if not len(slots):
             return []
-        slots, starts = [row.slot for row in rows], [row.fetched for row in rows]
-        tokens, log_probs = self.state.fetch(slots, starts, [row.sequence.on_device for row in rows])
+        starts = self._fetched[slots]
+        counts = self._generated[slots] - starts
+        tokens, log_probs = self.state.fetch(slots.tolist(), starts.tolist(), counts.tolist())
+        self._fetched[slots] += counts
         answers: list[tuple[Sequence, FinishReason]] = []
-        leaving: list[Row] = []
-        for index, (row, ids, values) in enumerate(zip(rows, tokens, log_probs, strict=True)):
-            row.fetched += len(ids)
-            row.sequence.on_device = 0
+        for index, (slot, ids, values) in enumerate(zip(slots.tolist(), tokens, log_probs, strict=True)):
+            sequence = self._of_slot[slot]
+            sequence.on_device = 0
             # The device checks everything but stop strings, so that only the newest token can end it.
-            reason = row.sequence.extend(ids, values, self.stopper, only_last=True)
+            reason = sequence.extend(ids, values, self.stopper, only_last=True)
             if reason is not None:
-                leaving.append(row)
-                answers.append((row.sequence, reason))
+                answers.append((sequence, reason))
             elif index < len(ended):
-                raise RuntimeError(f"{row.sequence!r} ended on the device, but not on the host")
-        self._remove(leaving)
+                raise RuntimeError(f"{sequence!r} ended on the device, but not on the host")
+        self._remove(np.array([sequence.slot for sequence, _ in answers], dtype=np.int64))
         return answers
 
-    def _remove(self, leaving: list[Row]) -> None:
-        if not leaving:
+    def _remove(self, slots: np.ndarray) -> None:
+        """The rows of these slots leave."""
+        if not len(slots):
             return
-        for row in leaving:
-            row.removed = True
-            self._slots.append(row.slot)
-        kept = [index for index, row in enumerate(self.rows) if not row.removed]
-        self.state.keep(kept)
+        for slot in slots.tolist():
+            self._of_slot.pop(slot).slot = -1
+            self._slots.append(slot)
+        stays = ~np.isin(self._row_slots, slots)
+        self.state.keep(stays.nonzero()[0])
         self._tables_moved = True
-        self.rows = [self.rows[index] for index in kept]
+        self.rows = list(compress(self.rows, stays.tolist()))
+        self._row_slots = self._row_slots[stays]
+        if self._poll is not None:
+            polled, poll = self._poll
+            self._poll = (np.where(np.isin(polled, slots), -1, polled), poll)

@@ -15,6 +15,7 @@ Shapes: R rows, T tokens of a response, W blocks of a table row, S stop tokens.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from verl.rollout.native.engine_state import CacheLayout
 
 log = logging.getLogger(__name__)
+
+_COPIES = 256
+"""Blocks copied at once: as many are in memory twice."""
 
 
 class DeviceCache:
@@ -62,6 +66,13 @@ class DeviceCache:
             for part, (count, layer, width) in zip(self.tensor.split(strides), sizes, strict=True)
         ]
         self.layers = list(zip(tensors[::2], tensors[1::2], strict=True))
+        self._together = [tensor.flatten(1)[None] for tensor in tensors]
+        """[tensors, blocks + 1, size]: what one call copies. All tensors of a cache whose layers are alike."""
+        if len({(tensor.shape, tensor.dtype) for tensor in tensors}) == 1:
+            whole = self.tensor[: sum(strides)].view(len(tensors), strides[0])
+            self._together = [
+                whole[:, : tensors[0].nbytes].view(tensors[0].dtype).unflatten(1, (blocks + 1, -1))
+            ]
 
     @property
     def bytes(self) -> int:
@@ -85,14 +96,14 @@ class DeviceCache:
                 return False
         return True
 
-    def copy(self, copies: list[Copy]) -> None:
+    def copy(self, copies: list[Copy], send: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Whole blocks, in order of the list; a target is never a later source, so one read and one write do."""
-        device = self.tensor.device
-        source = torch.tensor([copy.source for copy in copies]).to(device, non_blocking=True)
-        target = torch.tensor([copy.target for copy in copies]).to(device, non_blocking=True)
-        for layer in self.layers:
-            for tensor in layer:
-                tensor.index_copy_(0, target, tensor.index_select(0, source))
+        source, target = send(
+            torch.tensor([[copy.source for copy in copies], [copy.target for copy in copies]])
+        )
+        for sources, targets in zip(source.split(_COPIES), target.split(_COPIES), strict=True):
+            for blocks in self._together:
+                blocks.index_copy_(1, targets, blocks.index_select(1, sources))
 
 
 class Poll:
@@ -108,11 +119,11 @@ class Poll:
         else:
             self._host = progress.clone()
 
-    def read(self) -> tuple[list[int], list[int]]:
+    def read(self) -> tuple[np.ndarray, np.ndarray]:
         """(active, generated) of each row. Waits for the work enqueued before the poll, not for what came after."""
         if self._event is not None:
             self._event.synchronize()
-        active, generated = self._host.tolist()
+        active, generated = self._host.numpy()
         return active, generated
 
 
@@ -138,6 +149,7 @@ class DeviceState:
         self.seen: torch.Tensor | None = None
         self._reader = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._host_table = np.zeros((rows, table_width), dtype=np.int32)
+        """By slot."""
 
     def fill(
         self, start: int, sequences: Seq[Sequence], stop_ids: Seq[frozenset[int]], slots: Seq[int]
@@ -181,38 +193,44 @@ class DeviceState:
         for row, sequence in enumerate(sequences, start):
             self.seen[row, self.send(torch.tensor(sequence.tokens))] = True
 
-    def set_tables(self, rows: Seq[tuple[int, list[int]]], used: int) -> None:
-        """Change some rows of the block table and bring the first `used` rows to the device."""
-        for row, table in rows:
-            self._host_table[row, : len(table)] = table
-        self.table[:used] = self.send(torch.from_numpy(self._host_table[:used].copy()))
+    def set_tables(self, sequences: Seq[Sequence]) -> None:
+        """Note the block tables of these rows on the host."""
+        for sequence in sequences:
+            self._host_table[sequence.slot, : len(sequence.table)] = sequence.table
 
-    def set_shared(self, tokens: list[int], used: int, block_size: int, most: int) -> None:
-        """The rows have so many leading tokens in blocks they may share: runs of up to `most` rows whose tables begin
-        with the same blocks compute their attention to them together. Of the first `used` rows others share none."""
-        tokens_R = np.array(tokens, dtype=np.int32)
-        table_RW = self._host_table[: len(tokens)]
+    def set_shared(
+        self, slots: np.ndarray, tokens_R: np.ndarray, used: int, block_size: int, most: int
+    ) -> None:
+        """The rows with these slots have so many leading tokens in blocks they may share: runs of up to `most` rows
+        whose tables begin with the same blocks compute their attention to them together. Of the first `used` rows
+        others share none."""
+        table_RW = self._host_table[slots]
         own_RW = np.arange(table_RW.shape[1]) * block_size >= tokens_R[1:, None]
         same = (tokens_R[1:] == tokens_R[:-1]) & ((table_RW[1:] == table_RW[:-1]) | own_RW).all(1)
         starts = np.flatnonzero(np.concatenate([[True], ~same]))
-        counts = np.diff(np.append(starts, len(tokens)))
-        place_R = np.arange(len(tokens)) - np.repeat(starts, counts)
+        counts = np.diff(np.append(starts, len(slots)))
+        place_R = np.arange(len(slots)) - np.repeat(starts, counts)
         left_R = np.repeat(counts, counts) - place_R
         both = np.zeros((2, used), dtype=np.int32)
-        both[0, : len(tokens)] = tokens_R
-        both[1, : len(tokens)] = np.where(place_R % most == 0, np.minimum(left_R, most), 0)
+        both[0, : len(slots)] = tokens_R
+        both[1, : len(slots)] = np.where(place_R % most == 0, np.minimum(left_R, most), 0)
         self.shared[:, :used] = self.send(torch.from_numpy(both))
 
-    def keep(self, rows: list[int]) -> None:
+    def send_tables(self, slots: np.ndarray, used: int) -> None:
+        """Bring the tables of the rows with these slots to the device, where `used` rows are read."""
+        tables = np.zeros((used, self._host_table.shape[1]), dtype=np.int32)
+        tables[: len(slots)] = self._host_table[slots]
+        self.table[:used] = self.send(torch.from_numpy(tables))
+
+    def keep(self, rows: np.ndarray) -> None:
         """Only these rows stay, in this order, from row 0 on; the others are inactive."""
-        index = self.send(torch.tensor(rows, dtype=torch.int64))
+        index = self.send(torch.from_numpy(rows))
         count = len(rows)
         for tensor in (self.integers, self.floats):
             tensor[:, :count] = tensor[:, index]
         for tensor in [self.stop_ids] if self.seen is None else [self.stop_ids, self.seen]:
             tensor[:count] = tensor[index]
         self.active[count:] = 0
-        self._host_table[:count] = self._host_table[rows]
 
     def poll(self, rows: int) -> Poll:
         return Poll(self.integers[:2, :rows])

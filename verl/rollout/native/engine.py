@@ -209,7 +209,7 @@ class NativeRollout(ModuleEngine):
             done = {id(sequence) for sequence, _ in ended}
             for sequence in named:
                 sequence.siblings = []
-                self._scheduler.finish(sequence)
+            self._scheduler.finish_all(named)
             aborted += [sequence for sequence in named if id(sequence) not in done]
         self._answer([(sequence, "abort") for sequence in aborted])
         return stay

@@ -264,10 +264,9 @@ class Sizes:
         width = max(r.sampling.max_tokens for r in requests)
         length = longest(requests)
         stops = max(len(stopper.stop_ids(r.sampling)) for r in requests)
-        all_requests = sum(
-            blocks(len(r.prompt_ids)) + r.n * (blocks(r.sampling.max_tokens) + 1) for r in requests
-        )
-        at_once = rows * (blocks(length) + 1)
+        prompts = sum(blocks(len(r.prompt_ids)) for r in requests)
+        all_requests = prompts + sum(r.n * (blocks(r.sampling.max_tokens) + 1) for r in requests)
+        at_once = prompts + rows * (blocks(length) + 1)
         return Sizes(
             rows=graph_batch_size(rows, 1 << 30),
             width=-(-width // 128) * 128,
@@ -317,7 +316,8 @@ class GPUState(EngineState):
         blocks = BlockManager(self.cache.blocks, self.cache.block_size)
         budget = self.limits.max_num_batched_tokens
         rows = min(self.limits.max_num_seqs, budget, self.sizes.rows)
-        return Scheduler(blocks, rows, budget, keep_free=self.cache.blocks // 100, stats=stats)
+        keep_free = self.cache.blocks // 100
+        return Scheduler(blocks, rows, budget, keep_free, prompts_apart=True, stats=stats)
 
     def sleep(self) -> bool:
         return self.cache.sleep()

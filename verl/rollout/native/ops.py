@@ -8,6 +8,7 @@ Shapes: M rows, the cache of a layer is [blocks, kv_heads, block_size, head_dim]
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 import torch
@@ -214,6 +215,18 @@ class TorchOps:
         for counter in (generated, positions, produced):
             counter.add_(on.to(counter.dtype))
         active.mul_((~(on & ended)).to(active.dtype))
+
+
+def side_by_side(x: Tensor, layers: Seq[nn.Linear]) -> Tensor:
+    """The outputs of several layers, by the library's product for each."""
+    widths = [layer.out_features for layer in layers]
+    out = torch.empty(x.shape[0], sum(widths), dtype=x.dtype, device=x.device)
+    for layer, part in zip(layers, out.split(widths, dim=1), strict=True):
+        if layer.bias is None:
+            torch.mm(x, layer.weight.t(), out=part)
+        else:
+            torch.addmm(layer.bias, x, layer.weight.t(), out=part)
+    return out
 
 
 class TritonOps:
