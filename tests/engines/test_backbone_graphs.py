@@ -21,7 +21,7 @@ def test_a_size_holds_its_pack_and_wastes_little(lengths):
     assert padded[: len(lengths)] == lengths and sum(padded) == size.tokens and len(padded) == size.sequences
     assert max(padded) <= size.longest < 2 * max(max(lengths), 128)
     assert size.tokens <= max(sum(lengths) * 9 / 8, sum(lengths) + 64)
-    assert size.sequences <= max((len(lengths) + 8) * 5 / 4, len(lengths) + 16)
+    assert size.sequences <= 2 * (len(lengths) + 8)
 
 
 def test_batches_of_one_run_share_few_sizes():

@@ -136,9 +136,8 @@ for dtype, tolerance in ((torch.float32, 2e-5), (HALF, 1e-2)):
         contexts = [1, 0, 9, 31]
         inputs = rows_of(contexts, block_size, 64)
         shape = (64, kv_heads, block_size, dim)
-        qkv = split_heads(
-            randn(len(contexts), (heads + 2 * kv_heads) * dim, dtype=dtype), heads, kv_heads, dim
-        )
+        joined = randn(len(contexts), (heads + 2 * kv_heads) * dim, dtype=dtype)
+        qkv = split_heads(joined, heads, kv_heads, dim)
         angle = randn(64, dim // 2, dtype=torch.float32).repeat(1, 2)
         cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
         for norms in (None, (weight[0, :dim].contiguous(), weight[1, :dim].contiguous(), 1e-6)):
@@ -151,8 +150,8 @@ for dtype, tolerance in ((torch.float32, 2e-5), (HALF, 1e-2)):
             check(f"rotary {kind} {norms is not None}", ours, theirs, allowed)
             check("rotary keys", caches[0][0][:-1], caches[1][0][:-1], allowed)
             check("rotary values", caches[0][1][:-1], caches[1][1][:-1], 0)
-            places = (inputs.positions, torch.randperm(len(inputs.positions) * 3).to(DEVICE)[: len(qkv)])
-            both = [qkv.clone(), qkv.clone()]
+            places = (inputs.positions, torch.randperm(len(contexts) * 3).to(DEVICE)[: len(contexts)])
+            both = [joined.clone(), joined.clone()]
             prompt.rotary_prompt(both[0], caches[0], (cos, sin), places, heads, norms)
             reference.rotary_prompt(both[1], caches[1], (cos, sin), places, heads, norms)
             check(f"rotary prompt {kind} {norms is not None}", both[0], both[1], allowed)

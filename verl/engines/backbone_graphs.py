@@ -50,7 +50,7 @@ class Size:
 
 def graph_size(lengths: Sequence[int], key_lengths: Sequence[int] = ()) -> Size:
     """The size to run sequences of these lengths in (`key_lengths`: with the beginnings that they share): at most an
-    eighth more tokens and a quarter more sequences and keys (empty sequences cost a fraction of others), so that a run
+    eighth more tokens, half more keys and twice the sequences (empty ones cost a fraction of others), so that a run
     meets few sizes."""
     tokens, most = sum(lengths), max(key_lengths or lengths)
     padded = _rounded(tokens, 8, 64)
@@ -58,8 +58,8 @@ def graph_size(lengths: Sequence[int], key_lengths: Sequence[int] = ()) -> Size:
     if most <= longest * 3 // 4 and longest > _SHORTEST:
         longest = longest * 3 // 4
     sequences = len(lengths) + max(-(-(padded - tokens) // longest), 1)
-    keys = _rounded(sum(key_lengths) + padded - tokens, 4, 64) if key_lengths else 0
-    return Size(padded, _rounded(sequences, 4, 8), longest, keys)
+    keys = _rounded(sum(key_lengths) + padded - tokens, 2, 64) if key_lengths else 0
+    return Size(padded, _rounded(sequences, 1, 8), longest, keys)
 
 
 def _rounded(count: int, parts: int, least: int) -> int:
