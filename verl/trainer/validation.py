@@ -53,7 +53,7 @@ def sample_rows(batch: DataProto, tokenizer: Any) -> list[dict[str, Any]]:
     lengths = batch.batch["attention_mask"][:, -batch.batch["responses"].shape[1] :].sum(-1).tolist()
     extras = batch.non_tensor_batch
     advantages = _advantages(batch)
-    texts = extras.get("response_text")
+    texts: Iterable[str] | None = extras.get("response_text")
     if texts is None:
         written = zip(batch.batch["responses"].tolist(), lengths, strict=True)
         texts = decode_all(tokenizer, [ids[: int(end)] for ids, end in written])
