@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from verl.algorithms import rollout_probs_diff_metrics
 from verl.config.load import load_ppo_config
 from verl.config.methods import (
     ADV_ESTIMATOR,
@@ -19,7 +20,7 @@ from verl.config.methods import (
     register_policy_loss,
     skips_zero_advantage,
 )
-from verl.data.proto import DataProto
+from verl.data.proto import DataProto, object_column
 from verl.errors import ConfigError
 from verl.observe.metrics import Timer
 from verl.trainer import advantage
@@ -323,6 +324,22 @@ def without_influence(step: int, plain: Any = scored) -> DataProto:
     return batch
 
 
+@pytest.mark.parametrize("mode", ["seq-mean-token-mean", "token-mean"])
+def test_turns_of_a_conversation_leave_one_by_one(make, monkeypatch, mode):
+    """The tokens of the whole conversation stay the divisor of those of its turns that are left."""
+    monkeypatch.setattr("tests.workers.test_skipped_rows.scored", of_two_turns)
+    keys = [f"actor_rollout_ref.actor.loss_agg_mode={mode}", "actor_rollout_ref.actor.ppo_mini_batch_size=2"]
+    found = same_training(make, "algorithm.adv_estimator=turn_rloo", *keys, tolerance=1e-6)
+    assert all(row["training/rows_skipped"] > 0 for row in found)
+
+
+def of_two_turns(step: int, plain: Any = scored) -> DataProto:
+    """Rows 2k and 2k + 1 are turns of one conversation."""
+    batch = plain(step)
+    batch.non_tensor_batch["session"] = object_column(f"s{row // 2}" for row in range(PROMPTS * N))
+    return batch
+
+
 def test_means_over_tokens_are_those_of_all_rows(make):
     """As far as a sample tells: here the rows that are left out are copies of one, so it tells exactly."""
     groups = [make("algorithm.adv_estimator=grpo", f"{KEY}={value}") for value in (False, True)]
@@ -355,3 +372,33 @@ def test_only_rows_of_later_mini_batches_get_a_pass_for_old_log_probs(make, monk
     assert torch.equal(rows.batch["input_ids"], batch.batch["input_ids"][computed[computed >= 20]])
     assert group.update("actor", batch)["actor/ppo_kl"] != 0
     assert "old_log_probs" not in batch.batch, "it would not be that of every row"
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_ratios_and_gap_are_those_of_a_pass_over_all_rows(make, skips):
+    """In both epochs, though the first mini-batch had no pass of its own."""
+    keys = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.ppo_epochs=2", f"{KEY}={skips}"]
+    weights = []
+    for whole in (True, False):
+        group, batch = make(*keys), scored(0)
+        advantage.estimate(batch, group.cfg.algorithm)
+        old = group.forward("actor", batch, ("old_log_probs",)).batch["old_log_probs"]
+        if whole:
+            batch.batch["old_log_probs"] = old
+        group.prepare_update(batch, Timer())
+        found = group.update("actor", batch, keep_tokens=True)
+        outputs = group.token_outputs(batch)()
+        weights.append(weights_of(group))
+    torch.testing.assert_close(weights[1], weights[0], rtol=1e-6, atol=1e-6)
+    assert not torch.equal(weights_of(make(*keys)), weights[0])
+    computed = torch.ones(len(batch), dtype=torch.bool) if not skips else batch.batch[ROW_WEIGHT] > 0
+    first = torch.arange(len(batch)) < 20
+    torch.testing.assert_close(outputs["log_probs"][computed & first], old[computed & first])
+    assert bool((outputs["log_probs"][computed & ~first] - old[computed & ~first]).any()), "after a step"
+    if not skips:
+        expected = rollout_probs_diff_metrics(
+            old, batch.batch["rollout_log_probs"], batch.batch["response_mask"]
+        )
+        for name in ("mean", "max"):
+            name = f"training/rollout_probs_diff_{name}"
+            assert found[name] == pytest.approx(expected[name], rel=1e-5)
