@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.workers.test_skipped_rows import KEY, PROMPTS, N, scored, trained
+from tests.constant_groups import PROMPTS, N, scored, trained
+
+KEY = "actor_rollout_ref.actor.skip_zero_advantage"
 
 pytestmark = [pytest.mark.components, pytest.mark.timeout(900)]
 
