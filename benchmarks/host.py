@@ -8,6 +8,7 @@ counts little. `--old` times the same in another checkout and prints the ratio.
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
 import statistics
@@ -82,7 +83,7 @@ def measured(args: argparse.Namespace) -> dict[str, float]:
 
 def one_step(args: argparse.Namespace, seed: int) -> dict[str, float]:
     from verl.algorithms.groups import group_metrics  # noqa: F401  (imported before anything is timed)
-    from verl.data.proto import DataProto
+    from verl.data.proto import DataProto, object_column
     from verl.models.packing import pack
     from verl.observe.batch_metrics import age_metrics, batch_metrics, step_metrics
     from verl.observe.metrics import Timer
@@ -120,10 +121,13 @@ def one_step(args: argparse.Namespace, seed: int) -> dict[str, float]:
     rewards = the_rewards(args, draw)
     with timed("submit rewards"):
         repeated = prompts.repeat(args.n)
+        given: list[dict[int, str]] = [{}] if len(inspect.signature(submit_reward).parameters) > 6 else []
         for row, response in enumerate(responses):
-            submit_reward(rewards, tokenizer, repeated, row, row, response)
+            submit_reward(rewards, tokenizer, repeated, row, row, response, *given)
     with timed("assemble"):
         batch = rollouts_of(prompts, responses, args.n, 0)
+        for texts in given:
+            batch.non_tensor_batch["response_text"] = object_column(texts[row] for row in range(rows))
     with timed("collect rewards"):
         results = rewards.collect()
         batch = attach_scores(batch, [results[row] for row in range(rows)])

@@ -146,7 +146,7 @@ def test_entropy_bonus_changes_the_gradient(train):
     bonus = train(
         "trainer.total_training_steps=1", "actor_rollout_ref.actor.entropy_coeff=0.5", folder="bonus"
     )[-1]
-    assert plain["actor/pg_loss"] == bonus["actor/pg_loss"]
+    assert plain["actor/pg_loss"] == pytest.approx(bonus["actor/pg_loss"], rel=1e-5)
     assert plain["actor/grad_norm"] != bonus["actor/grad_norm"]
 
 

@@ -532,6 +532,44 @@ def captured_passes_share_their_memory() -> str:
     return said
 
 
+@check
+def rows_without_influence_do_not_change_the_weights() -> str:
+    """In float32, over two mini-batches and two epochs."""
+    from tests.constant_groups import PROMPTS, N, trained, weights_of
+    from verl.config.load import load_ppo_config
+    from verl.workers.local import LocalGroup
+
+    weights, rows = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_model().float()
+        model.save_pretrained(folder)
+        for skips in (False, True):
+            cfg = load_ppo_config(
+                [
+                    "data.train_files=x.jsonl",
+                    f"data.train_batch_size={PROMPTS}",
+                    f"actor_rollout_ref.model.path={folder}",
+                    f"actor_rollout_ref.rollout.n={N}",
+                    f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS // 2}",
+                    "actor_rollout_ref.actor.ppo_epochs=2",
+                    "actor_rollout_ref.actor.optim.lr=1e-3",
+                    f"actor_rollout_ref.actor.skip_zero_advantage={skips}",
+                    "algorithm.adv_estimator=grpo",
+                    f"trainer.device={DEVICE.type}",
+                ]
+            )
+            group = LocalGroup(cfg, None, training_steps=3, model=copy.deepcopy(model))
+            rows = trained(group)
+            weights.append(weights_of(group).float().cpu())
+            group.close()
+    began = torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).cpu()
+    # By norms: AdamW makes steps of full size of gradients that are rounding.
+    share = float((weights[1] - weights[0]).norm() / (weights[0] - began).norm())
+    require(share < 1e-3, f"the weights differ by {share:.1e} of what they moved")
+    left_out = f"{rows[0]['training/rows_skipped']:.0f} of {PROMPTS * N} rows left out"
+    return f"{left_out}, the weights differ by {share:.1e} of what they moved"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="")

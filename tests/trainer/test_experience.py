@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from verl.agents.conversation import Conversation
+from verl.data.assemble import response_lengths
 from verl.data.proto import DataProto
 from verl.errors import TrainingHalted
 from verl.reward.base import RewardManager, RewardResult, RewardSample
@@ -336,3 +337,15 @@ def test_a_score_may_be_missing_without_a_reason(watch, monkeypatch):
     assert seen.row(1)["reward/failed"] == 1 and seen.row(1)["reward/mean"] == 1.0
     first = json.loads((seen.folder / "rollouts" / "1.jsonl").read_text().splitlines()[0])
     assert first["score"] is None and first["error"]
+
+
+def test_texts_are_decoded_once_and_are_those_of_the_responses(watch, tiny_tokenizer, monkeypatch):
+    monkeypatch.setattr("verl.trainer.validation.decode_all", None)
+    seen = watch("trainer.total_training_steps=1")
+    batch = seen.batches[1]
+    rows = [json.loads(line) for line in (seen.folder / "rollouts/1.jsonl").read_text().splitlines()]
+    lengths = response_lengths(batch)
+    for text, row, ids, length in zip(
+        batch.non_tensor_batch["response_text"], rows, batch.batch["responses"].tolist(), lengths, strict=True
+    ):
+        assert text == row["response"] == tiny_tokenizer.decode(ids[:length], skip_special_tokens=True)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.workers.test_skipped_rows import KEY, PROMPTS, N, scored, trained
+from tests.constant_groups import PROMPTS, N, scored, trained
+
+KEY = "actor_rollout_ref.actor.skip_zero_advantage"
 
 pytestmark = [pytest.mark.components, pytest.mark.timeout(900)]
 
@@ -26,8 +28,12 @@ def test_the_policy_is_the_same_after_three_steps(overrides, tiny_tokenizer, joi
     local = LocalGroup(load_ppo_config([*settings, f"{KEY}=False"]), tiny_tokenizer, training_steps=3)
     two = load_ppo_config([*settings, "trainer.n_gpus_per_node=2"])
     spread = RayGroup(two, tiny_tokenizer, training_steps=3, run_folder=tmp_path)
+    skipping = LocalGroup(load_ppo_config(settings), tiny_tokenizer, training_steps=3)
     try:
-        expected, found = trained(local), trained(spread)
+        expected, found, one_process = trained(local), trained(spread), trained(skipping)
+        for one, two_ranks in zip(one_process, found, strict=True):
+            for name in ("actor/entropy", "training/rollout_probs_diff_mean", "training/rows_skipped"):
+                assert two_ranks[name] == pytest.approx(one[name], rel=1e-4), name
         for plain, skipped in zip(expected, found, strict=True):
             assert skipped["training/rows_skipped"] > 0
             for name in ("actor/pg_loss", "actor/grad_norm"):
@@ -38,3 +44,4 @@ def test_the_policy_is_the_same_after_three_steps(overrides, tiny_tokenizer, joi
     finally:
         spread.close()
         local.close()
+        skipping.close()

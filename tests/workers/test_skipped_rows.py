@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,17 +10,18 @@ from typing import Any
 import pytest
 import torch
 
+from tests.constant_groups import PROMPTS, N, scored, trained, weights_of
+from verl.algorithms import rollout_probs_diff_metrics
 from verl.config.load import load_ppo_config
 from verl.config.methods import (
     ADV_ESTIMATOR,
     POLICY_LOSS,
     methods,
-    needed_columns,
     policy_loss,
     register_policy_loss,
     skips_zero_advantage,
 )
-from verl.data.proto import DataProto
+from verl.data.proto import DataProto, object_column
 from verl.errors import ConfigError
 from verl.observe.metrics import Timer
 from verl.trainer import advantage
@@ -165,63 +167,7 @@ def test_check_says_whether_rows_are_computed_and_why(capsys):
 
 # -- three steps with and without -------------------------------------------------------------------------------------
 
-PROMPTS, N, P, T = 10, 4, 3, 5
 ESTIMATORS = [method.name for method in methods(ADV_ESTIMATOR) if method.builtin]
-
-
-def scored(step: int) -> DataProto:
-    """Responses of which seven of ten groups have equal rewards, one response is masked and lengths differ."""
-    generator = torch.Generator().manual_seed(step)
-    rows = PROMPTS * N
-    prompts = torch.randint(3, 10, (PROMPTS, P), generator=generator).repeat_interleave(N, 0)
-    responses = torch.randint(3, 10, (rows, T), generator=generator)
-    mask = (torch.arange(T) < torch.randint(1, T + 1, (rows, 1), generator=generator)).long()
-    attended = torch.cat([torch.ones(rows, P, dtype=torch.long), mask], 1)
-    mask[5] = 0
-    scores = torch.rand(rows, generator=generator)
-    group = torch.arange(rows) // N
-    scores = torch.where(group < 7, (group % 2).float(), scores)
-    last = torch.nn.functional.one_hot(mask.sum(-1).clamp(min=1) - 1, T) * mask
-    drawn = -torch.rand(rows, T, generator=generator) * mask
-    uids = [f"p{row // N}" for row in range(rows)]
-    return DataProto.from_dict(
-        {
-            "input_ids": torch.cat([prompts, responses], 1),
-            "attention_mask": attended,
-            "responses": responses,
-            "response_mask": mask,
-            "token_level_rewards": scores.unsqueeze(-1) * last,
-            "token_level_scores": scores.unsqueeze(-1) * last,
-            "rollout_log_probs": drawn,
-            "reward_baselines": (group % 2).float(),
-            "process_rewards": scores.unsqueeze(-1) * mask / 9,
-            "values": torch.zeros(rows, T),
-            "sum_pi_squared": torch.full((rows, T), 0.3),
-        },
-        {
-            "uid": uids,
-            "reward_extra": [{"a": float(score), "b": 0.0} for score in scores],
-            "reward_error": [None] * rows,
-        },
-        {"temperature": 1.0},
-    )
-
-
-def trained(group: Any, steps: int = 3) -> list[dict[str, float]]:
-    """Steps of the loop from advantages on, the same batches each time."""
-    found = []
-    for step in range(steps):
-        batch = scored(step)
-        if "old_log_probs" in needed_columns(group.cfg):
-            batch.batch |= group.forward("actor", batch, ("old_log_probs",)).batch
-        advantage.estimate(batch, group.cfg.algorithm)
-        group.prepare_update(batch, Timer())
-        found.append(group.update("actor", batch))
-    return found
-
-
-def weights_of(group: Any) -> torch.Tensor:
-    return torch.cat([value.detach().flatten() for value in group.actor_engine.saved_weights().values()])
 
 
 def built(tiny_model_dir: Path, tiny_tokenizer: Any, *keys: str, dtype: torch.dtype = torch.float32) -> Any:
@@ -247,10 +193,12 @@ def built(tiny_model_dir: Path, tiny_tokenizer: Any, *keys: str, dtype: torch.dt
     return LocalGroup(cfg, None, training_steps=3, model=model)
 
 
-def same_training(make: Any, *keys: str, tolerance: float, **options: Any) -> list[dict[str, float]]:
+def same_training(
+    make: Any, *keys: str, tolerance: float, batch_of: Callable[[int], DataProto] = scored
+) -> list[dict[str, float]]:
     """Train with the key off and on; the metrics with it on."""
-    off, on = (make(*keys, f"{KEY}={value}", **options) for value in (False, True))
-    rows = trained(off), trained(on)
+    off, on = (make(*keys, f"{KEY}={value}") for value in (False, True))
+    rows = trained(off, batch_of), trained(on, batch_of)
     torch.testing.assert_close(weights_of(on), weights_of(off), rtol=tolerance, atol=tolerance)
     for plain, skipped in zip(*rows, strict=True):
         for name in ("actor/pg_loss", "actor/grad_norm", "actor/lr"):
@@ -268,7 +216,7 @@ def rarely(values: list[str], often: set[str]) -> list[Any]:
     return [pytest.param(name, marks=() if name in often else pytest.mark.extended) for name in values]
 
 
-@pytest.mark.parametrize("estimator", rarely(ESTIMATORS, {"grpo", "remax", "grpo_passk"}))
+@pytest.mark.parametrize("estimator", rarely(ESTIMATORS, {"grpo", "remax"}))
 def test_weights_after_three_steps_are_equal(make, estimator):
     found = same_training(make, f"algorithm.adv_estimator={estimator}", tolerance=1e-6)
     compares = estimator in ("grpo", "rloo", "opo", "grpo_passk", "remax")
@@ -306,20 +254,35 @@ def test_gradients_and_weights_are_equal_in_float64(make):
     torch.testing.assert_close(weights[1], weights[0], rtol=1e-12, atol=1e-12)
 
 
-def test_a_step_without_any_influence_is_taken_all_the_same(make, monkeypatch):
+def test_a_step_without_any_influence_is_taken_all_the_same(make):
     """Weights decay and moments fade, as with a gradient of zero."""
-    monkeypatch.setattr("tests.workers.test_skipped_rows.scored", without_influence)
     keys = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.ppo_epochs=2"]
-    rows = same_training(make, *keys, tolerance=1e-6)
+    rows = same_training(make, *keys, tolerance=1e-6, batch_of=without_influence)
     assert [row["actor/grad_norm"] > 0 for row in rows] == [True, False, True]
     assert rows[1]["training/rows_skipped"] == PROMPTS * N - 8
 
 
-def without_influence(step: int, plain: Any = scored) -> DataProto:
+def without_influence(step: int) -> DataProto:
     """The second batch."""
-    batch = plain(step)
+    batch = scored(step)
     if step == 1:
         batch.batch["token_level_rewards"].zero_()
+    return batch
+
+
+@pytest.mark.parametrize("mode", rarely(["seq-mean-token-mean", "token-mean"], {"seq-mean-token-mean"}))
+def test_turns_of_a_conversation_leave_one_by_one(make, mode):
+    """The tokens of the whole conversation stay the divisor of those of its turns that are left."""
+    keys = [f"actor_rollout_ref.actor.loss_agg_mode={mode}", "actor_rollout_ref.actor.ppo_mini_batch_size=2"]
+    keys += ["algorithm.adv_estimator=turn_rloo"]
+    found = same_training(make, *keys, tolerance=1e-6, batch_of=of_two_turns)
+    assert all(row["training/rows_skipped"] > 0 for row in found)
+
+
+def of_two_turns(step: int) -> DataProto:
+    """Rows 2k and 2k + 1 are turns of one conversation."""
+    batch = scored(step)
+    batch.non_tensor_batch["session"] = object_column(f"s{row // 2}" for row in range(PROMPTS * N))
     return batch
 
 
@@ -355,3 +318,33 @@ def test_only_rows_of_later_mini_batches_get_a_pass_for_old_log_probs(make, monk
     assert torch.equal(rows.batch["input_ids"], batch.batch["input_ids"][computed[computed >= 20]])
     assert group.update("actor", batch)["actor/ppo_kl"] != 0
     assert "old_log_probs" not in batch.batch, "it would not be that of every row"
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_ratios_and_gap_are_those_of_a_pass_over_all_rows(make, skips):
+    """In both epochs, though the first mini-batch had no pass of its own."""
+    keys = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.ppo_epochs=2", f"{KEY}={skips}"]
+    weights = []
+    for whole in (True, False):
+        group, batch = make(*keys), scored(0)
+        advantage.estimate(batch, group.cfg.algorithm)
+        old = group.forward("actor", batch, ("old_log_probs",)).batch["old_log_probs"]
+        if whole:
+            batch.batch["old_log_probs"] = old
+        group.prepare_update(batch, Timer())
+        found = group.update("actor", batch, keep_tokens=True)
+        outputs = group.token_outputs(batch)()
+        weights.append(weights_of(group))
+    torch.testing.assert_close(weights[1], weights[0], rtol=1e-6, atol=1e-6)
+    assert not torch.equal(weights_of(make(*keys)), weights[0])
+    computed = torch.ones(len(batch), dtype=torch.bool) if not skips else batch.batch[ROW_WEIGHT] > 0
+    first = torch.arange(len(batch)) < 20
+    torch.testing.assert_close(outputs["log_probs"][computed & first], old[computed & first])
+    assert bool((outputs["log_probs"][computed & ~first] - old[computed & ~first]).any()), "after a step"
+    if not skips:
+        expected = rollout_probs_diff_metrics(
+            old, batch.batch["rollout_log_probs"], batch.batch["response_mask"]
+        )
+        for name in ("mean", "max"):
+            name = f"training/rollout_probs_diff_{name}"
+            assert found[name] == pytest.approx(expected[name], rel=1e-5)

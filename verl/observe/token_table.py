@@ -97,14 +97,15 @@ class TokenTable:
         tensors = batch.batch
         width = tensors["responses"].shape[1]
         written = tensors["attention_mask"][:, -width:].sum(-1).numpy()
-        parts = _rows_of_lines(batch)
-        order = np.array([row for rows in parts for row in rows], np.int64)
+        order, line = _rows_of_lines(batch)
         there = np.arange(width) < written[order, None]
+        as_it_is = len(order) == len(batch) and bool((order[1:] > order[:-1]).all())
 
         def flat(tensor: torch.Tensor) -> np.ndarray:
-            return tensor.numpy()[order][there]  # type: ignore[no-any-return]
+            rows = tensor.numpy()
+            return (rows if as_it_is else rows[order])[there]  # type: ignore[no-any-return]
 
-        lengths = [int(written[rows].sum()) for rows in parts]
+        lengths = np.bincount(line, written[order]).astype(np.int64).tolist()
         texts, codes = coded_texts(flat(tensors["responses"]), lengths, tokenizer)
         columns = _columns(tensors, flat, outputs or {}, policy_version)
         return cls(texts, lengths, {"code": codes, **columns})
@@ -225,15 +226,19 @@ def _columns(
     return columns
 
 
-def _rows_of_lines(batch: DataProto) -> list[list[int]]:
-    """The rows that are one line of the samples: with `history=split`, the turns of a conversation."""
+def _rows_of_lines(batch: DataProto) -> tuple[np.ndarray, np.ndarray]:
+    """The rows of the samples' lines, line after line, and the line of each: with `history=split` the turns of a
+    conversation are one."""
+    rows = np.arange(len(batch))
+    if "from_data" in batch.batch:
+        rows = rows[~batch.batch["from_data"].bool().numpy()]
     sessions = batch.non_tensor_batch.get("session")
-    from_data = batch.batch.get("from_data")
-    lines: dict[Any, list[int]] = {}
-    for row in range(len(batch)):
-        if from_data is None or not from_data[row]:
-            lines.setdefault(row if sessions is None else sessions[row], []).append(row)
-    return list(lines.values())
+    if sessions is None:
+        return rows, np.arange(len(rows))
+    number: dict[Any, int] = {}
+    line = np.array([number.setdefault(name, len(number)) for name in sessions[rows]], np.int64)
+    order = np.argsort(line, kind="stable")
+    return rows[order], line[order]
 
 
 def _typed(values: np.ndarray, dtype: pa.DataType) -> pa.Array:

@@ -70,14 +70,17 @@ class Experience(ABC):
         being generated."""
         repeated, rewards, first = prompts.repeat(settings.n), self.rewards, self.first_index
         without_score: dict[int, RewardResult] = {}
+        texts: dict[int, str] = {}
 
         def on_finish(row: int, result: Response | Conversation) -> None:
-            failure = submit_reward(rewards, self.tokenizer, repeated, row, first + row, result)
+            failure = submit_reward(rewards, self.tokenizer, repeated, row, first + row, result, texts)
             if failure is not None:
                 without_score[first + row] = failure
 
         with timer("gen"):
             batch = self.generate(prompts, settings, on_finish)
+        if len(texts) == len(batch):
+            batch.non_tensor_batch["response_text"] = object_column(texts[row] for row in range(len(batch)))
         indices = range(first, first + len(batch))
         with timer("reward"):
             wanted = [index for index in indices if index not in without_score] if first else None
@@ -162,21 +165,26 @@ def submit_reward(
     row: int,
     index: int,
     result: Response | Conversation,
+    texts: dict[int, str] | None = None,
 ) -> RewardResult | None:
-    """Submit the response to a row of `prompts` as sample `index`; where it can have no score, the reason."""
+    """Submit the response to a row of `prompts` as sample `index`; where it can have no score, the reason. `texts` gets
+    the text of the row, where it is a response."""
     conversation = None if isinstance(result, Response) else result
     if conversation is not None and conversation.error is not None:
         return RewardResult(None, error=conversation.error)
     ids = result.token_ids if conversation is None else conversation.drawn_ids
     # What data.max_response_length bounds: all tokens, or with history=split those of the longest turn.
     turns = [] if conversation is None else conversation.model_turns
+    text = decode_all(tokenizer, [ids])[0]
+    if texts is not None and conversation is None:
+        texts[row] = text
     split = any(turn.prompt_ids is not None for turn in turns)
     length = max(turn.end - turn.start for turn in turns) if split else len(result.token_ids)
     sample = reward_sample(
         prompts,
         row,
         index=index,
-        text=decode_all(tokenizer, [ids])[0],
+        text=text,
         length=length,
         truncated=result.finish_reason == "length",
         conversation=conversation,

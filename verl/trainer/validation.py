@@ -53,9 +53,12 @@ def sample_rows(batch: DataProto, tokenizer: Any) -> list[dict[str, Any]]:
     lengths = batch.batch["attention_mask"][:, -batch.batch["responses"].shape[1] :].sum(-1).tolist()
     extras = batch.non_tensor_batch
     advantages = _advantages(batch)
-    written = [ids[: int(end)] for ids, end in zip(batch.batch["responses"].tolist(), lengths, strict=True)]
+    texts: Iterable[str] | None = extras.get("response_text")
+    if texts is None:
+        written = zip(batch.batch["responses"].tolist(), lengths, strict=True)
+        texts = decode_all(tokenizer, [ids[: int(end)] for ids, end in written])
     rows = []
-    for row, response in enumerate(decode_all(tokenizer, written)):
+    for row, response in enumerate(texts):
         rows.append(
             {
                 "uid": extras["uid"][row],

@@ -345,13 +345,13 @@ def responses_per_prompt(cfg: PPOConfig) -> int:
 def old_log_probs_pass(cfg: PPOConfig, sequences: int) -> Literal["none", "later", "all"]:
     """The rows of a batch whose old log-probs need a pass of their own: the forward pass of the first optimiser step
     gives those of its own rows. `all` where something before the update asks for them."""
-    needed, actor = needed_columns(cfg), cfg.actor_rollout_ref.actor
-    if not {"old_log_probs", "sum_pi_squared"}.isdisjoint(needed):
+    actor = cfg.actor_rollout_ref.actor
+    if not {"old_log_probs", "sum_pi_squared"}.isdisjoint(needed_columns(cfg)):
         return "all"
-    several = actor.ppo_mini_batch_size * responses_per_prompt(cfg) < sequences
-    if policy_loss(actor.policy_loss.loss_mode).prepare is not None or learns_from_data(cfg):
-        return "all" if several or actor.ppo_epochs > 1 else "none"
-    return "later" if several or actor.ppo_epochs > 1 else "none"
+    if actor.ppo_epochs == 1 and actor.ppo_mini_batch_size * responses_per_prompt(cfg) >= sequences:
+        return "none"
+    reads_all = policy_loss(actor.policy_loss.loss_mode).prepare is not None or learns_from_data(cfg)
+    return "all" if reads_all else "later"
 
 
 def row_weights(advantages: torch.Tensor, response_mask: torch.Tensor, seed: int) -> torch.Tensor:
