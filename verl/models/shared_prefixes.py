@@ -89,6 +89,17 @@ class PrefixTree:
         copied = np.maximum(-(-self.shared // _KEY_SHARE), FEWEST_SHARED - 1)
         return self.lengths[self.order] - np.maximum(self.shared - copied, 0)  # type: ignore[no-any-return]
 
+    def part(self, rows: Sequence[int]) -> PrefixTree:
+        """The tree of some rows, at least one."""
+        place = np.empty_like(self.order)
+        place[self.order] = np.arange(len(place))
+        kept = np.asarray(rows)
+        order = place[kept].argsort()
+        at, shared = place[kept][order], np.zeros(len(kept), dtype=np.int64)
+        if len(kept) > 1:
+            shared[1:] = np.minimum.reduceat(self.shared[: at[-1] + 1], at[:-1] + 1)
+        return PrefixTree(self.tokens[kept], self.lengths[kept], order, shared)
+
     def units(self, prompts: Sequence[int], most: int) -> tuple[list[list[int]], np.ndarray]:
         """Rows whose common beginning is more than half of the longer prompt, in units of at most `most` tokens (or
         one row); and the tokens that each row adds to its unit."""
