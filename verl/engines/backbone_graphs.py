@@ -21,7 +21,7 @@ from verl.engines.optim import MasterAdamW
 from verl.models.attention import AttentionCall, PackedAttention, send, varlen_attention
 from verl.models.introspection import backbone_of
 from verl.models.packing import Pack
-from verl.models.shared_prefixes import SharedInputs, SharedPrefixAttention, bounds_of, shared_inputs
+from verl.models.shared_prefixes import SharedInputs, SharedPrefixAttention, bounds_of
 from verl.models.vmm_buffer import GraphRecorder
 
 log = logging.getLogger(__name__)
@@ -103,15 +103,15 @@ class _FixedSharedAttention:
 
 
 def attention_inputs(
-    attention: PackedAttention | SharedPrefixAttention, size: Size
-) -> tuple[np.ndarray, ...]:
+    attention: PackedAttention | SharedPrefixAttention, size: Size, device: torch.device
+) -> tuple[torch.Tensor, ...]:
     """What attention reads from the device for a pack in this size: bounds of sequences, or `SharedInputs`."""
     lengths = padded_lengths(attention.lengths, size)
     if isinstance(attention, PackedAttention):
-        return (bounds_of(lengths),)
+        return (send(bounds_of(lengths), device),)
     key_index = np.concatenate([attention.key_index, np.arange(sum(attention.lengths), size.tokens)])
     key_lengths = [*attention.key_lengths, *lengths[len(attention.lengths) :]]
-    return shared_inputs(lengths, key_lengths, key_index)
+    return SharedInputs.of(lengths, key_lengths, key_index, device)
 
 
 class _CapturedPass:
@@ -174,12 +174,12 @@ class _CapturedPass:
         self._adder = adder
         self.hidden = self.hidden.detach()
 
-    def fill(self, pack: Pack, given: Sequence[np.ndarray]) -> None:
+    def fill(self, pack: Pack, given: Sequence[torch.Tensor]) -> None:
         count = pack.input_ids.shape[1]
         self.input_ids[:, :count].copy_(pack.input_ids)
         self.position_ids[:, :count].copy_(pack.position_ids)
         for fixed, values in zip(self.attention_inputs, given, strict=True):
-            fixed[: len(values)].copy_(send(values, fixed.device))
+            fixed[: len(values)].copy_(values)
 
 
 class _Replay(torch.autograd.Function):
@@ -246,7 +246,7 @@ class BackboneGraphs:
             captured = self._capture(size)
         if captured is None:
             return None
-        captured.fill(pack, attention_inputs(attention, size))
+        captured.fill(pack, attention_inputs(attention, size, self._device))
         return _Replay.apply(self._trigger, captured, self._optimizer)  # type: ignore[no-any-return]
 
     def _capture(self, size: Size) -> _CapturedPass | None:

@@ -66,7 +66,7 @@ def shard_rows(
     return [[unit * together + at for unit in share for at in range(together)] for share in units]
 
 
-_CUTS = (1, 2, 4, 8)
+_CUTS = (1, 4)
 """Into how many units, at least, the work of a shard is cut."""
 
 
