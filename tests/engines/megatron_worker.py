@@ -103,7 +103,8 @@ def train(rank: int, engine: Any, batch: Any, critic: bool = False) -> dict[str,
     else:
         found |= engine.log_probs(own, with_entropy=True, with_sum_pi_squared=True, temperature=0.7)
     metrics = engine.forward_backward(own, loss, with_entropy=not critic)
-    found["loss"] = [float(metric.value) for metric in metrics.values()]
+    found["loss"] = [float(metrics["loss"].value)] if metrics else []
+    found["shared"] = [float(metrics["perf/shared_tokens/actor"].value)] if metrics and not critic else []
     found["gradients"] = gradients(engine)
     engine._optimizer.zero_grad()
     found["norms"] = []
@@ -117,11 +118,13 @@ def train(rank: int, engine: Any, batch: Any, critic: bool = False) -> dict[str,
 def run(
     rank: int, world: int, kind: str, sizes: dict[str, int], architecture: str, **options: Any
 ) -> dict[str, Any]:
-    batch = options.pop("batch", None)
+    groups = options.pop("groups", False)
     engine = engine_of(world, kind, sizes, architecture, **options)
-    return train(rank, engine, batch or conftest.make_batch(holes=True), kind == "critic")
+    batch = conftest.make_groups() if groups else conftest.make_batch(holes=True)
+    return train(rank, engine, batch, kind == "critic")
 
 
+GROUPS: dict[str, Any] = {"groups": True, "role": {"ppo_micro_batch_size_per_gpu": 3}}
 # Name: number of ranks, kind, sizes, architecture, changes.
 CASES: dict[str, tuple[int, str, dict[str, int], str, dict[str, Any]]] = {
     "llama_tp2": (2, "actor", {"tp": 2}, "llama", {}),
@@ -135,6 +138,9 @@ CASES: dict[str, tuple[int, str, dict[str, int], str, dict[str, Any]]] = {
     "critic_pp2": (2, "critic", {"pp": 2}, "qwen3", {}),
     "recomputed_tp2": (2, "actor", {"tp": 2}, "llama", {"enable_gradient_checkpointing": True}),
     "one_row_pp2": (2, "actor", {"pp": 2}, "llama", {"role": {"ppo_micro_batch_size_per_gpu": 64}}),
+    "groups_tp2": (2, "actor", {"tp": 2}, "llama", GROUPS),
+    "groups_pp2": (2, "actor", {"pp": 2}, "qwen2", GROUPS),
+    "groups_cp2": (2, "actor", {"cp": 2}, "mistral", GROUPS),
     "frozen_embeddings_tp2": (2, "actor", {"tp": 2}, "llama", {"freeze_embeddings": True}),
     "qwen3_tp2_pp2": (4, "actor", {"tp": 2, "pp": 2}, "qwen3", {"model": {"tie_word_embeddings": True}}),
     "mistral_tp2_cp2": (4, "actor", {"tp": 2, "cp": 2}, "mistral", {}),

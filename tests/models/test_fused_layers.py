@@ -43,10 +43,10 @@ first, second = both.chunk(2, dim=-1)
 compare(gated_joined(both), torch.nn.functional.silu(first) * second, (both,))
 
 from verl.models.kernels.layers import sum_copies
-from verl.models.shared_prefixes import RowCopies
+from verl.models.shared_prefixes import sorted_copies
 rows = torch.randint(0, 9, (70,)) // 2 * 2
-copies, values = RowCopies.of(rows.numpy(), 9, cpu), torch.randn(70, 3, 200)
-total = sum_copies(values, copies.order, copies.bounds, 11)
+values = torch.randn(70, 3, 200)
+total = sum_copies(values, *sorted_copies(rows, 9), 11)
 torch.testing.assert_close(total, torch.zeros(11, 3, 200).index_add_(0, rows, values), rtol=1e-5, atol=1e-5)
 
 from verl.models.kernels.adamw import AdamWUpdate, AddAll

@@ -87,6 +87,51 @@ def test_work_is_balanced():
     assert sorted(map(len, shares)) == [1, 8]
 
 
+def grouped(sizes: list[int], prompt: int = 40, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Rows with one prompt for each of `sizes`, in an order of their own."""
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    numbers = numbers[torch.randperm(len(numbers), generator=generator)]
+    prompts = torch.randint(3, 900, (len(sizes), prompt), generator=generator)
+    answers = torch.randint(3, 900, (len(numbers), 30), generator=generator)
+    lengths = torch.randint(5, 30, (len(numbers), 1), generator=generator)
+    wanted = (torch.arange(30) < lengths).long()
+    return {
+        "input_ids": torch.cat([prompts[numbers], answers], 1),
+        "attention_mask": torch.cat([torch.ones(len(numbers), prompt, dtype=torch.long), wanted], 1),
+        "response_mask": wanted,
+    }
+
+
+def computed(tensors: dict[str, torch.Tensor], rows: list[int]) -> int:
+    prompts = {tuple(tensors["input_ids"][row, :40].tolist()) for row in rows}
+    return 40 * len(prompts) + int(tensors["response_mask"][rows].sum())
+
+
+@pytest.mark.parametrize("sizes", [[8] * 8, [4] * 30 + [1] * 7, [64], [3, 60]], ids=str)
+def test_rows_with_one_prompt_are_in_one_shard_as_far_as_the_balance_allows(sizes):
+    tensors = pad_rows(grouped(sizes), 4)
+    mask, rows = tensors["attention_mask"], sum(sizes)
+    whole = shard_rows(mask, 4, balance=True, hidden_size=64, sharing=tensors)
+    apart = shard_rows(mask, 4, balance=True, hidden_size=64)
+    assert sorted(row for share in whole for row in share) == list(range(len(mask)))
+    found, plain = (
+        [computed(tensors, [r for r in share if r < rows]) for share in s] for s in (whole, apart)
+    )
+    fewest = computed(tensors, list(range(rows)))
+    assert max(found) <= max(plain) and max(found) < 1.25 * max(fewest / 4, 40 + 30)
+    if len(sizes) >= 8:
+        assert sum(found) < 1.1 * fewest < sum(plain)
+
+
+def test_one_long_row_leaves_no_shard_empty():
+    tensors = grouped([15, 1], prompt=40)
+    tensors["attention_mask"][1:, 10:] = 0
+    tensors["response_mask"][1:] = 0
+    shares = shard_rows(tensors["attention_mask"], 4, balance=True, hidden_size=8, sharing=tensors)
+    assert all(shares) and sorted(row for share in shares for row in share) == list(range(16))
+
+
 def test_parts_can_be_written_to():
     part = from_arrays(to_arrays(make(3)))
     part.batch["advantages"].zero_()  # arrays out of shared memory are read-only; a batch is not

@@ -23,7 +23,7 @@ from verl.engines.optim import MasterAdamW
 from verl.models.attention import AttentionCall, PackedAttention, send, varlen_attention
 from verl.models.introspection import backbone_of
 from verl.models.packing import Pack
-from verl.models.shared_prefixes import SharedInputs, SharedPrefixAttention, bounds_of, shared_inputs
+from verl.models.shared_prefixes import SharedInputs, SharedPrefixAttention, bounds_of
 from verl.models.vmm_buffer import GraphRecorder
 
 log = logging.getLogger(__name__)
@@ -113,15 +113,15 @@ class _FixedSharedAttention:
 
 
 def attention_inputs(
-    attention: PackedAttention | SharedPrefixAttention, size: Size
-) -> tuple[np.ndarray, ...]:
+    attention: PackedAttention | SharedPrefixAttention, size: Size, device: torch.device
+) -> tuple[torch.Tensor, ...]:
     """What attention reads from the device for a pack in this size: bounds of sequences, or `SharedInputs`."""
     lengths = padded_lengths(attention.lengths, size)
     if isinstance(attention, PackedAttention):
-        return (bounds_of(lengths),)
+        return (send(bounds_of(lengths), device),)
     key_index = np.concatenate([attention.key_index, np.arange(sum(attention.lengths), size.tokens)])
     key_lengths = [*attention.key_lengths, *lengths[len(attention.lengths) :]]
-    return shared_inputs(lengths, key_lengths, key_index)
+    return SharedInputs.of(lengths, key_lengths, key_index, device)
 
 
 @dataclass(frozen=True)
@@ -161,12 +161,12 @@ class _PaddedPass:
         }
         self._owners = [names[id(param)] for param in self._backbone.parameters() if id(param) in names]
 
-    def fill(self, pack: Pack, given: Sequence[np.ndarray]) -> None:
+    def fill(self, pack: Pack, given: Sequence[torch.Tensor]) -> None:
         count = pack.input_ids.shape[1]
         self.input_ids[:, :count].copy_(pack.input_ids)
         self.position_ids[:, :count].copy_(pack.position_ids)
         for fixed, values in zip(self.attention_inputs, given, strict=True):
-            fixed[: len(values)].copy_(send(values, fixed.device))
+            fixed[: len(values)].copy_(values)
 
     @torch.enable_grad()
     def _forward(self) -> torch.Tensor:
@@ -307,7 +307,7 @@ class BackboneGraphs:
             if not self._working:
                 return None
         padded = known or _PaddedPass(self._model, size, self._optimizer, self._device)
-        padded.fill(pack, attention_inputs(attention, size))
+        padded.fill(pack, attention_inputs(attention, size, self._device))
         try:
             hidden: torch.Tensor = _Run.apply(self._trigger, padded)
         except _CannotCapture as error:

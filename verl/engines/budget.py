@@ -21,8 +21,9 @@ from verl.data.proto import DataProto
 from verl.distributed import Ranks
 from verl.errors import TrainingHalted
 from verl.memory import free_device_bytes, free_host_bytes
-from verl.models.packing import sequence_lengths
+from verl.models.packing import Pack, sequence_lengths
 from verl.models.shared_prefixes import PrefixTree, prompt_lengths
+from verl.observe.metrics import Metric
 
 log = logging.getLogger(__name__)
 
@@ -177,6 +178,12 @@ class OOMReport:
 def rows_together(batch: DataProto) -> int:
     """How many consecutive rows stay in one micro-batch (`verl.engines.base`)."""
     return int(batch.meta_info.get("rows_together", 1))
+
+
+def shared_tokens(label: str, packed: Pack, parts: int) -> dict[str, Metric]:
+    """The share of a micro-batch's tokens that is not computed; `parts`: ranks that split the pack."""
+    tokens = packed.repeated + packed.input_ids.numel() * parts
+    return {f"perf/shared_tokens/{label}": Metric(packed.repeated / tokens, weight=tokens)}
 
 
 def consecutive(rows: list[int], together: int) -> list[list[int]]:

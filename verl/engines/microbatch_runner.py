@@ -325,10 +325,7 @@ class MicroBatchRunner:
         return {**metrics, **self.shared_tokens(packed)}
 
     def shared_tokens(self, packed: Pack) -> dict[str, Metric]:
-        """The share of a micro-batch's tokens that is not computed."""
-        tokens = packed.repeated + packed.input_ids.numel() * self._parts
-        name, share = f"perf/shared_tokens/{self._label}", packed.repeated / tokens
-        return {name: Metric(share, weight=tokens)} if self._sharing else {}
+        return budget.shared_tokens(self._label, packed, self._parts) if self._sharing else {}
 
     def _loss(
         self, outputs: dict[str, torch.Tensor], micro: DataProto, loss_fn: LossFn, loss_scale: float

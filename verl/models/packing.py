@@ -199,25 +199,31 @@ def pack_shared(
     repeated = int(tree.lengths.sum() - own.sum())
     if not repeated:
         return pack(input_ids, attention_mask, response_mask, device)
-    # Of each row that a node is in: where each of the node's tokens is in the pack.
+    # Where in the pack each position of each row is: what is added to the position changes where a node begins.
+    column = np.arange(tree.tokens.shape[1])
+    row, at = tree.order[spans(first, rows)], np.repeat(starts, rows)
+    shift = np.repeat(own.cumsum() - own - starts, rows)
+    by_row = np.lexsort((at, row))
+    row, at, shift = row[by_row], at[by_row], shift[by_row]
     index = np.zeros_like(tree.tokens)
-    row = np.repeat(tree.order[spans(first, rows)], np.repeat(own, rows))
-    position = spans(np.repeat(starts, rows), np.repeat(own, rows))
-    index[row, position] = spans(np.repeat(own.cumsum() - own, rows), np.repeat(own, rows))
-    some, position = tree.order[first], spans(starts, own)
-    key_index = index[np.repeat(some, ends), spans(np.zeros_like(ends), ends)]
-    column = input_ids.shape[1] - response_mask.shape[1]
+    index[row, at] = np.diff(shift, prepend=0)
+    index[row[at == 0], 0] = shift[at == 0]
+    index = index.cumsum(axis=1) + column
+    some = tree.order[first]
+    key_index = index[some][column < ends[:, None]]
+    inside = (column >= starts[:, None]) & (column < ends[:, None])
+    response = input_ids.shape[1] - response_mask.shape[1]
     wanted = response_mask.numpy() != 0
-    before = (attention_mask.numpy() != 0).cumsum(axis=1)[:, column:] - 2
-    source = np.take_along_axis(index, np.maximum(before, 0), axis=1)[wanted]
+    before = (attention_mask.numpy() != 0).cumsum(axis=1)[:, response:][wanted] - 2
+    source = index.ravel()[before + wanted.nonzero()[0] * len(column)]
     return Pack(
-        input_ids=send(tree.tokens[np.repeat(some, own), position][None] - 1, device),
-        position_ids=send(position[None], device),
+        input_ids=send(tree.tokens[some][inside][None] - 1, device),
+        position_ids=send(spans(starts, own)[None], device),
         attention=SharedPrefixAttention(
             list(zip(own.tolist(), ends.tolist(), strict=True)), key_index, device
         ),
         source=send(source, device),
-        target=send(input_ids.numpy()[:, column:][wanted], device),
+        target=send(input_ids.numpy()[:, response:][wanted], device),
         slot=send(wanted.ravel().nonzero()[0], device),
         rows=len(input_ids),
         width=response_mask.shape[1],

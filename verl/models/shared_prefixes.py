@@ -51,9 +51,8 @@ class PrefixTree:
         attended = attention_mask != 0
         lengths = attended.sum(axis=1)
         rows, length = len(lengths), int(lengths.max(initial=1))
-        row, column = attended.nonzero()
         tokens = np.zeros((rows, length), dtype=np.int64)
-        tokens[row, attended.cumsum(axis=1)[row, column] - 1] = input_ids[row, column] + 1
+        tokens[np.arange(length) < lengths[:, None]] = input_ids[attended] + 1
         unit = np.arange(rows) // (together or max(rows, 1))
         keys = np.concatenate([unit[:, None] + 1, tokens], axis=1).astype(">u4")
         order = keys.view(f"S{keys.shape[1] * 4}")[:, 0].argsort(kind="stable")
@@ -88,6 +87,17 @@ class PrefixTree:
         """Of each row in `order`: how many tokens it adds, at most, to a micro-batch that has the row before it."""
         copied = np.maximum(-(-self.shared // _KEY_SHARE), FEWEST_SHARED - 1)
         return self.lengths[self.order] - np.maximum(self.shared - copied, 0)  # type: ignore[no-any-return]
+
+    def part(self, rows: Sequence[int]) -> PrefixTree:
+        """The tree of some rows, at least one."""
+        place = np.empty_like(self.order)
+        place[self.order] = np.arange(len(place))
+        kept = np.asarray(rows)
+        order = place[kept].argsort()
+        at, shared = place[kept][order], np.zeros(len(kept), dtype=np.int64)
+        if len(kept) > 1:
+            shared[1:] = np.minimum.reduceat(self.shared[: at[-1] + 1], at[:-1] + 1)
+        return PrefixTree(self.tokens[kept], self.lengths[kept], order, shared)
 
     def units(self, prompts: Sequence[int], most: int) -> tuple[list[list[int]], np.ndarray]:
         """Rows whose common beginning is more than half of the longer prompt, in units of at most `most` tokens (or
@@ -138,8 +148,7 @@ class SharedPrefixAttention:
     @cached_property
     def _inputs(self) -> SharedInputs:
         """Made when they are first needed: a captured pass has its own."""
-        host = shared_inputs(self.lengths, self.key_lengths, self.key_index)
-        return SharedInputs(*(send(x, self._device) for x in host))
+        return SharedInputs.of(self.lengths, self.key_lengths, self.key_index, self._device)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         longest = max(self.key_lengths)
@@ -158,6 +167,13 @@ class SharedInputs(NamedTuple):
     order: torch.Tensor
     bounds: torch.Tensor
 
+    @staticmethod
+    def of(
+        lengths: Sequence[int], key_lengths: Sequence[int], key_index: np.ndarray, device: torch.device
+    ) -> SharedInputs:
+        queries, keys = (send(bounds_of(side), device) for side in (lengths, key_lengths))
+        return SharedInputs(queries, keys, *RowCopies.of(key_index, sum(lengths), device))
+
     def copied(self, call: AttentionCall) -> AttentionCall:
         """With the keys and values of each segment one after the other."""
         copies = RowCopies(self.rows, self.order, self.bounds)
@@ -165,13 +181,6 @@ class SharedInputs(NamedTuple):
 
     def attend(self, copied: AttentionCall, longest: int, longest_keys: int) -> torch.Tensor:
         return varlen_attention(copied, self.cu_queries, longest, (self.cu_keys, longest_keys))
-
-
-def shared_inputs(
-    lengths: Sequence[int], key_lengths: Sequence[int], key_index: np.ndarray
-) -> tuple[np.ndarray, ...]:
-    """The fields of `SharedInputs`, on the host."""
-    return bounds_of(lengths), bounds_of(key_lengths), *copies_of(key_index, sum(lengths))
 
 
 def bounds_of(lengths: Sequence[int]) -> np.ndarray:
@@ -190,14 +199,17 @@ class RowCopies(NamedTuple):
 
     @staticmethod
     def of(rows: np.ndarray, count: int, device: torch.device) -> RowCopies:
-        """Of a tensor with `count` rows (and maybe more)."""
-        return RowCopies(*(send(x, device) for x in copies_of(rows, count)))
+        """Of a tensor with `count` rows (and maybe more). The device sorts them; a CPU adds without."""
+        sent = send(rows, device)
+        if device.type == "cpu":
+            return RowCopies(sent, sent[:0], sent[:0])
+        return RowCopies(sent, *sorted_copies(sent, count))
 
 
-def copies_of(rows: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The fields of `RowCopies`, on the host."""
-    order = rows.argsort(kind="stable")
-    return rows, order, np.searchsorted(rows[order], np.arange(count + 1))
+def sorted_copies(rows: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`order` and `bounds` of `RowCopies`."""
+    ordered, order = rows.sort(stable=True)
+    return order, torch.searchsorted(ordered, torch.arange(count + 1, device=rows.device))
 
 
 def copy_rows(x: torch.Tensor, copies: RowCopies) -> torch.Tensor:

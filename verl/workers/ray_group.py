@@ -211,12 +211,14 @@ class RayGroup(WorkerGroup):
         key = [(name, tensor, tensor._version) for name, tensor in tensors.items()]
         if count not in self._shards or not self._shards[count].built_from(key):
             padded = pad_rows(tensors, count * together)
+            model = self.cfg.actor_rollout_ref.model
             rows = shard_rows(
                 padded["attention_mask"],
                 count,
                 balance=self.cfg.trainer.balance_batch,
                 hidden_size=self._size.hidden,
                 together=together,
+                sharing=padded if model.share_prefixes and model.use_remove_padding else None,
             )
             self._shards[count] = _Shards(key, rows, [ray.put(to_arrays(padded, share)) for share in rows])
         return self._shards[count]

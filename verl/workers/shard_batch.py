@@ -14,6 +14,7 @@ import torch
 from verl.algorithms.balance import karmarkar_karp, sequence_work
 from verl.config.parallelism import Layout
 from verl.data.proto import DataProto
+from verl.models.shared_prefixes import PrefixTree, prompt_lengths
 from verl.workers.roles import TOKEN_ROW
 
 Arrays = dict[str, np.ndarray]
@@ -42,19 +43,53 @@ def pad_rows(tensors: Mapping[str, torch.Tensor], divisor: int) -> dict[str, tor
 
 
 def shard_rows(
-    attention_mask: torch.Tensor, shards: int, *, balance: bool, hidden_size: int, together: int = 1
+    attention_mask: torch.Tensor,
+    shards: int,
+    *,
+    balance: bool,
+    hidden_size: int,
+    together: int = 1,
+    sharing: Mapping[str, torch.Tensor] | None = None,
 ) -> list[list[int]]:
     """Row numbers of each shard: about the same work each (`balance`), or the same number of rows in order. So many
-    consecutive rows stay `together`.
+    consecutive rows stay `together`. `sharing`: the batch, where ranks compute the common beginnings of rows once.
 
     The number of rows must be divisible by `shards * together` (`pad_rows`)."""
     rows = attention_mask.shape[0]
     if not balance or shards == 1:
         size = rows // shards
         return [list(range(shard * size, (shard + 1) * size)) for shard in range(shards)]
+    if sharing is not None and together == 1:
+        return _shared_shards(sharing, shards, hidden_size)
     lengths = attention_mask.sum(dim=1, dtype=torch.long).view(-1, together).sum(1).tolist()
     units = karmarkar_karp(sequence_work(lengths, hidden_size), shards)
     return [[unit * together + at for unit in share for at in range(together)] for share in units]
+
+
+_CUTS = (1, 4)
+"""Into how many units, at least, the work of a shard is cut."""
+
+
+def _shared_shards(batch: Mapping[str, torch.Tensor], shards: int, hidden_size: int) -> list[list[int]]:
+    """Rows with one prompt are on one rank as far as that is the least work for the rank that has most."""
+    ids, attended, wanted = (batch[name].numpy() for name in ("input_ids", "attention_mask", "response_mask"))
+    tree, prompts = PrefixTree.of(ids, attended), prompt_lengths(attended, wanted)
+    per_token = np.array(sequence_work(tree.lengths.tolist(), hidden_size)) / np.maximum(tree.lengths, 1)
+    most = int(tree.costs().sum()) // shards
+
+    def work(rows: list[int]) -> float:
+        part = tree.part(rows)
+        return float((part.costs() * per_token[rows][part.order]).sum())
+
+    choices = [tree.units(prompts, max(most // cut, 1)) for cut in _CUTS]
+    choices.append(([[row] for row in range(len(ids))], tree.lengths))
+    found: list[tuple[float, list[list[int]]]] = []
+    for units, added in choices:
+        if len(units) >= shards:  # or a rank would have no rows
+            parts = karmarkar_karp([float((added * per_token)[unit].sum()) for unit in units], shards)
+            shares = [sorted(row for at in part for row in units[at]) for part in parts]
+            found.append((max(map(work, shares)), shares))
+    return min(found, key=lambda each: each[0])[1]
 
 
 def for_ranks(layout: Layout, shares: Sequence[T]) -> list[T]:
