@@ -511,6 +511,23 @@ def captured_passes_have_the_gradients_of_launched_ones() -> str:
 
 
 @check
+def kernels_are_compiled_before_they_are_launched() -> str:
+    """What a pass through an engine launches first has been compiled when the engine was built."""
+    from triton import knobs
+
+    compiled: list[str] = []
+    engine = make_engine(make_model())
+    if DEVICE.type == "cuda":
+        knobs.compilation.listener = lambda *, src, **more: compiled.append(src.fn.__name__)
+    try:
+        gradients(engine, ragged_batch([300, 5, 77, 128], 0))
+    finally:
+        knobs.compilation.listener = None
+    require(not compiled, f"compiled in the first pass: {compiled}")
+    return "none in the first pass"
+
+
+@check
 def captured_passes_share_their_memory() -> str:
     """Smaller packs take no more than the largest one did, but for what each graph needs itself."""
     engine = make_engine(make_model(), graphs=True)

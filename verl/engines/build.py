@@ -7,6 +7,7 @@ sharding replaces parameters. Whether the model can be packed or compiled is fou
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,13 +16,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from verl.engines.fsdp import FSDPEngine
-from verl.engines.microbatch_runner import MicroBatchRunner
+from verl.engines.microbatch_runner import MicroBatchRunner, sum_of
 from verl.engines.optim import MasterAdamW
 from verl.engines.settings import EngineSettings, Kind, read_settings
 from verl.engines.sharding import CollectiveReplay, EngineRanks, load_shards, reshard, shard
 from verl.engines.weights import GatheredCopy, copy_to_meta
 from verl.errors import ConfigError, ModelError
 from verl.models.attention import keep_score_cap, register_attention, use_verl_attention
+from verl.models.fused_linear import HeadOptions
 from verl.models.introspection import (
     checkpoint_contexts,
     decoder_layers,
@@ -29,11 +31,11 @@ from verl.models.introspection import (
     position_limit,
     token_weights,
 )
-from verl.models.kernels import triton_fault
+from verl.models.kernels import compile_together, triton_fault
 from verl.models.loading import CannotStream, cast_parameters, load_causal_lm, load_value_model
 from verl.models.lora import add_lora, given_lora
 from verl.models.packability import head_fault, packing_fault, padding_fault, randomness_fault
-from verl.models.packing import attach
+from verl.models.packing import attach, pack
 from verl.models.value_model import ValueModel, disable_dropout
 from verl.models.weight_source import remember_dtypes
 
@@ -102,6 +104,8 @@ def assemble(
     if mesh is not None:
         gathered_copy = _shard(module, settings, mesh, index)
         replay = CollectiveReplay(module, replicated=mesh.ndim == 2)
+    if mesh is None and packed and ranks.device.type == "cuda":
+        compile_together("training", partial(_try_pass, module, settings))
     packed = _checked(module, settings, packed, stock_attention, sequence, replay)
     layers, text_config = decoder_layers(module), module.config.get_text_config()
     layer_weights = sum(count for layer in layers for _, count in token_weights(layer, text_config))
@@ -130,6 +134,19 @@ def assemble(
     if compiled:
         _try_compiled(module, runner, layers)
     return FSDPEngine(module, settings, ranks, runner, sharded=mesh is not None, gathered_copy=gathered_copy)
+
+
+def _try_pass(module: Any, settings: EngineSettings) -> None:
+    """A pass over a few tokens, backwards too where the model is trained."""
+    ids = torch.zeros(2, 64, dtype=torch.long)
+    packed = pack(ids, torch.ones_like(ids), torch.ones_like(ids[:, 1:]), settings.device)
+    try:
+        with torch.set_grad_enabled(settings.trained):
+            outputs = module.verl_forward(packed, HeadOptions(with_entropy=True))
+        if settings.trained:
+            sum_of(outputs).backward()
+    finally:
+        module.zero_grad()
 
 
 def _use_packed_attention(module: Any, settings: EngineSettings, sequence: SequenceGroup | None) -> bool:

@@ -10,14 +10,14 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
-from verl.models.kernels import triton_fault
+from verl.models.kernels import compile_together, triton_fault
 
 log = logging.getLogger(__name__)
 
@@ -132,8 +132,8 @@ def fuse(model: nn.Module, device: torch.device, force: bool = False) -> int:
     if fault:
         log.warning("no fused layers, training is slower: %s", fault)
         return 0
-    checked: dict[tuple[type, int], bool] = {}
-    count = 0
+    checks: dict[tuple[type, int], Callable[[], bool]] = {}
+    replaced: list[tuple[Any, tuple[type, int], Callable[..., Any]]] = []
     module: Any
     for module in model.modules():
         forward: Callable[..., Any] | None = _known(module)
@@ -143,11 +143,17 @@ def fuse(model: nn.Module, device: torch.device, force: bool = False) -> int:
         kind = (type(module), module.head_dim if rotates else _width(module))
         if forward is None:
             forward = _with_rotary(type(module).forward)
-        if kind not in checked:
-            checked[kind] = _rotates_alike(module, device) if rotates else _agrees(module, forward, device)
-            if not checked[kind]:
-                log.warning("%s differs from the known one and is not fused", type(module).__name__)
-        if checked[kind]:
-            module.forward = MethodType(forward, module)  # type: ignore[method-assign]
-            count += 1
-    return count
+            checks.setdefault(kind, partial(_rotates_alike, module, device))
+        else:
+            checks.setdefault(kind, partial(_agrees, module, forward, device))
+        replaced.append((module, kind, forward))
+    if device.type == "cuda":
+        compile_together("layers", lambda: [check() for check in checks.values()])
+    alike = {kind: check() for kind, check in checks.items()}
+    for (differing, _), agrees in alike.items():
+        if not agrees:
+            log.warning("%s differs from the known one and is not fused", differing.__name__)
+    replaced = [each for each in replaced if alike[each[1]]]
+    for module, _, forward in replaced:
+        module.forward = MethodType(forward, module)
+    return len(replaced)

@@ -33,7 +33,7 @@ from verl.trainer.setup import (
     try_write_report,
 )
 from verl.workers.group import learns_from_data
-from verl.workers.placement import build_checkpoints, build_group, build_reward_model
+from verl.workers.placement import build_checkpoints, build_group, build_reward_model, device_started
 
 if TYPE_CHECKING:
     from torch import nn
@@ -83,19 +83,20 @@ def open_run(
         if agents is not None:
             stack.callback(agents.close)
         tools = None if agents is None else agents.schemas
-        val_loader = validation_loader(cfg.data, tokenizer, tools=tools)
         rows = train_loader if isinstance(train_loader, Rows) else None
-        if train_loader is not None and rows is None:
-            train_loader.tools, train_loader.answers = tools, learns_from_data(cfg)
-        else:
-            # Who only validates draws nothing for training: data.train_files need not be there.
-            train_loader = (
-                val_loader
-                if cfg.trainer.val_only
-                else training_loader(
-                    cfg.data, tokenizer, rows, tools=tools, fit=fit_to(cfg), answers=learns_from_data(cfg)
+        with device_started(cfg):
+            val_loader = validation_loader(cfg.data, tokenizer, tools=tools)
+            if train_loader is not None and rows is None:
+                train_loader.tools, train_loader.answers = tools, learns_from_data(cfg)
+            else:
+                # Who only validates draws nothing for training: data.train_files need not be there.
+                train_loader = (
+                    val_loader
+                    if cfg.trainer.val_only
+                    else training_loader(
+                        cfg.data, tokenizer, rows, tools=tools, fit=fit_to(cfg), answers=learns_from_data(cfg)
+                    )
                 )
-            )
         loaders = [train_loader, val_loader]
         if agents is not None:
             for loader in loaders:

@@ -11,8 +11,10 @@ import importlib.util
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from verl.checkpoint import CheckpointManager, PartSettings
@@ -46,6 +48,34 @@ logger = logging.getLogger(__name__)
 
 _DRIVER_RANDOM = "controller_random"
 Result = TypeVar("Result")
+
+
+@contextmanager
+def device_started(cfg: PPOConfig) -> Iterator[None]:
+    """Meanwhile a thread starts the GPU of a run in this process, its library of products and Triton: seconds in which
+    the host has other things to do. What fails there is reported by the engine."""
+    if world_size(cfg) > 1 or rollout_pool(cfg) or cfg.trainer.device == "cpu":
+        yield
+        return
+    thread = Thread(target=_start_device, name="device")
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+def _start_device() -> None:
+    import torch
+
+    from verl.models.kernels import triton_fault
+
+    if torch.cuda.is_available():
+        with suppress(Exception):
+            device = torch.device("cuda")
+            ones = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
+            ones @ ones
+            triton_fault(device)
 
 
 def build_group(

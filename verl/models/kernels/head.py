@@ -17,6 +17,9 @@ import triton.language as tl
 if TYPE_CHECKING:
     from verl.models.fused_linear import HeadOptions
 
+_BLOCK = 4096
+"""Columns at a time, also of a last slice that has fewer: another number would be another kernel to compile."""
+
 
 @triton.jit
 def _statistics(
@@ -146,7 +149,7 @@ def fold_statistics(
         HAS_CAP=options.softcap is not None,
         ENTROPY=weighted is not None,
         SQUARES=squares is not None,
-        BLOCK=min(4096, triton.next_power_of_2(columns)),
+        BLOCK=_BLOCK,
         num_warps=8,
     )
 
@@ -167,9 +170,8 @@ def logit_gradient(
     out = torch.empty(rows, columns, dtype=dtype, device=x.device)
     if rows == 0:
         return out
-    block = min(4096, triton.next_power_of_2(columns))
     with_entropy = mean_logit is not None and grad_entropy is not None
-    _gradient[(rows, triton.cdiv(columns, block))](
+    _gradient[(rows, triton.cdiv(columns, _BLOCK))](
         x,
         out,
         target,
@@ -184,7 +186,7 @@ def logit_gradient(
         options.softcap or 1.0,
         HAS_CAP=options.softcap is not None,
         ENTROPY=with_entropy,
-        BLOCK=block,
+        BLOCK=_BLOCK,
         num_warps=8,
     )
     return out

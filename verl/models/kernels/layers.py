@@ -32,7 +32,7 @@ def _rms_forward(x_ptr, weight_ptr, y_ptr, scale_ptr, stride, columns, eps, BLOC
     tl.store(y_ptr + row * columns + at, (normed * weight).to(x.dtype), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _rms_backward(
     grad_ptr, x_ptr, weight_ptr, scale_ptr, dx_ptr, part_ptr, rows, stride, columns, BLOCK: tl.constexpr
 ):

@@ -130,7 +130,12 @@ class DeviceRunner:
         capacity = self.state.capacity
         known = (graph_batch_size(rows, capacity) for rows in range(1, capacity + 1))
         sizes = {(size.bit_length(), size % 16 == 0): size for size in known}
-        compile_together("generation", lambda: [self.decode_step(size) for size in sizes.values()])
+
+        def decode() -> None:
+            for size in sizes.values():
+                self.decode_step(size)
+
+        compile_together("generation", decode)
 
     # One scheduling iteration: schedule, run, finished
 
