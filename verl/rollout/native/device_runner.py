@@ -258,7 +258,7 @@ class DeviceRunner:
             shared = [row.shared for row in self.rows]
             self._shares = any(shared)
             if self._shares and self.fused is not None:
-                self.state.set_shared(shared, used, self.cache.block_size, self.fused.sharing_rows)
+                self.state.set_shared(shared, self.cache.block_size, self.fused.sharing_rows)
 
     def _shared(self, sequence: Sequence) -> int:
         request = sequence.request
@@ -271,7 +271,7 @@ class DeviceRunner:
             state.tokens[:size], state.positions[:size], state.active[:size], state.table[:size]
         )
         if self._shares and self.fused is not None:
-            inputs = inputs._replace(shared=state.shared[0, :size], sharing=state.shared[1, :size])
+            inputs = inputs._replace(shared=state.shared[:size], sharing=state.sharing[: size + 1])
         if self.fused is not None:
             logits = self.fused.logits(self.fused.decode(self.ops, inputs, self.cache.layers))
         else:

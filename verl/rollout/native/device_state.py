@@ -131,8 +131,9 @@ class DeviceState:
         self.temperature, self.top_p, self.min_p, self.penalty = self.floats
         self.stop_ids = torch.full((rows, stops), -1, dtype=torch.int64, device=device)
         self.table = torch.zeros(rows, table_width, dtype=torch.int32, device=device)
-        self.shared = torch.zeros(2, rows, dtype=torch.int32, device=device)
-        """`shared` and `sharing` of `DecodeInputs`."""
+        # `DecodeInputs` says what these are.
+        self.shared = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.sharing = torch.zeros(1 + rows, 2, dtype=torch.int32, device=device)
         self.out_tokens = torch.zeros(rows, width, dtype=torch.int32, device=device)
         self.out_log_probs = torch.zeros(rows, width, dtype=torch.float32, device=device)
         self.seen: torch.Tensor | None = None
@@ -187,9 +188,9 @@ class DeviceState:
             self._host_table[row, : len(table)] = table
         self.table[:used] = self.send(torch.from_numpy(self._host_table[:used].copy()))
 
-    def set_shared(self, tokens: list[int], used: int, block_size: int, most: int) -> None:
+    def set_shared(self, tokens: list[int], block_size: int, most: int) -> None:
         """The rows have so many leading tokens in blocks they may share: runs of up to `most` rows whose tables begin
-        with the same blocks compute their attention to them together. Of the first `used` rows others share none."""
+        with the same blocks compute their attention to them together."""
         tokens_R = np.array(tokens, dtype=np.int32)
         table_RW = self._host_table[: len(tokens)]
         own_RW = np.arange(table_RW.shape[1]) * block_size >= tokens_R[1:, None]
@@ -198,10 +199,12 @@ class DeviceState:
         counts = np.diff(np.append(starts, len(tokens)))
         place_R = np.arange(len(tokens)) - np.repeat(starts, counts)
         left_R = np.repeat(counts, counts) - place_R
-        both = np.zeros((2, used), dtype=np.int32)
-        both[0, : len(tokens)] = tokens_R
-        both[1, : len(tokens)] = np.where(place_R % most == 0, np.minimum(left_R, most), 0)
-        self.shared[:, :used] = self.send(torch.from_numpy(both))
+        firsts = np.flatnonzero((place_R % most == 0) & (tokens_R > 0))
+        runs = np.zeros((1 + len(firsts), 2), dtype=np.int32)
+        runs[0, 0] = len(firsts)
+        runs[1:, 0], runs[1:, 1] = firsts, np.minimum(left_R[firsts], most)
+        self.shared[: len(tokens)] = self.send(torch.from_numpy(tokens_R))
+        self.sharing[: len(runs)] = self.send(torch.from_numpy(runs))
 
     def keep(self, rows: list[int]) -> None:
         """Only these rows stay, in this order, from row 0 on; the others are inactive."""

@@ -46,7 +46,8 @@ class DecodeInputs(NamedTuple):
     shared: Tensor | None = None
     """[M] int32: leading tokens of a row whose blocks others may read, too; a property of its request."""
     sharing: Tensor | None = None
-    """[M] int32: from this row on so many share them; 0 where a row before it counts."""
+    """[1 + M, 2] int32: the number of runs of rows whose tables begin with the same such blocks, then the first row of
+    each run and how many rows it has."""
 
 
 def decode_slots(rows: DecodeInputs, block_size: int, blocks: int) -> Tensor:
