@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from verl.rollout.native.kernels import SHARED_QUERIES
+from verl.rollout.native.kernels.launch import early_launch, wait_for_inputs
 
 if TYPE_CHECKING:
     from verl.rollout.native.ops import DecodeInputs
@@ -73,10 +74,11 @@ def _shared_attention(
     q_stride, table_stride, scale, softcap, rows,
     KV: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr, DIM_UP: tl.constexpr,
     V_DIM: tl.constexpr, V_DIM_UP: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
-    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
     """Runs of rows against the tokens they share. The number of runs is known on the device only, so that each program
     takes several."""
+    wait_for_inputs(EARLY)
     head = tl.program_id(1)
     split = tl.program_id(2)
     queries = tl.arange(0, QUERIES)
@@ -118,8 +120,10 @@ def _decode_attention(
     q_stride, table_stride, scale, softcap,
     KV: tl.constexpr, GROUP: tl.constexpr, GROUP_UP: tl.constexpr, DIM: tl.constexpr, DIM_UP: tl.constexpr,
     V_DIM: tl.constexpr, V_DIM_UP: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
-    SHARED_SPLITS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr
+    SHARED_SPLITS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    EARLY: tl.constexpr
 ):  # fmt: skip
+    wait_for_inputs(EARLY)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     split = tl.program_id(2)
@@ -188,7 +192,9 @@ def _join_splits(
     DIM: tl.constexpr,
     DIM_UP: tl.constexpr,
     SPLITS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_inputs(EARLY)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     splits = tl.arange(0, SPLITS)
@@ -261,6 +267,7 @@ def decode_attention(
         "BLOCK_SIZE": block_size,
         "SOFTCAP": softcap is not None,
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+        **early_launch(q.device),
     }
     token_bytes = (dim_up + value_dim_up) * keys.element_size()
     if settings is None:
@@ -298,7 +305,7 @@ def decode_attention(
     )
     if splits > 1:
         joined = {"HEADS": heads, "DIM": value_dim, "DIM_UP": value_dim_up, "SPLITS": splits}
-        _join_splits[(rows, heads)](*parts, out, **joined, num_warps=1)
+        _join_splits[(rows, heads)](*parts, out, **joined, **early_launch(q.device), num_warps=1)
     return out
 
 
