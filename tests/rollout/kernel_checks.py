@@ -112,12 +112,25 @@ for dtype, tolerance in ((torch.float32, 2e-5), (HALF, 1e-2)):
     values, scales = layers.quantise_rows(both[:, :70])
     expected, expected_scales = reference.quantise_rows(both[:, :70])
     check(f"fp8 scales {kind}", scales, expected_scales, 1e-6)
+    quantised = (
+        (
+            layers.quantised_norm(x, residual, weight[0], 1e-5)[0],
+            layers.add_rms_norm(x, residual, weight[0], 1e-5)[0],
+        ),
+        (layers.quantised_silu_mul(both[:, :70], both[:, 70:]), layers.silu_mul(both[:, :70], both[:, 70:])),
+    )
+    for ours, plain in quantised:
+        theirs = layers.quantise_rows(plain)
+        check(f"fp8 values of a norm or activation {kind}", ours[0], theirs[0], 0.07)
+        check(f"fp8 scales of a norm or activation {kind}", ours[1], theirs[1], tolerance)
     if DEVICE.type == "cuda":  # the interpreter does not round to eight bits
         # One step of eight bits where a tie rounds the other way.
         check(f"fp8 values {kind}", values.float() * scales, expected.float() * expected_scales, 0.07)
         left, right = (reference.quantise_rows(randn(n, 96, dtype=dtype)) for n in (5, 48))
-        args = (left, (right[0], right[1].t().contiguous()), torch.bfloat16)
-        check("fp8 product", TritonOps().scaled_product(*args), reference.scaled_product(*args), 2e-2)
+        for bias in (None, randn(48, dtype=dtype)):
+            out_dtype = torch.bfloat16 if bias is None else dtype
+            args = (left, (right[0], right[1].t().contiguous()), bias, out_dtype)
+            check("fp8 product", TritonOps().scaled_product(*args), reference.scaled_product(*args), 2e-2)
 
     for rows in (3, 20, 40):
         x, residual = (randn(rows, 72, dtype=dtype, seed=s) * 0.3 for s in range(2))
