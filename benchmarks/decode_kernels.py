@@ -1,6 +1,6 @@
 """`python -m benchmarks.decode_kernels`: tile and launch settings of the decode kernels, on a CUDA device.
 
-    python -m benchmarks.decode_kernels [--only attention qkv ...] [--before FILE] [--seconds 60]
+    python -m benchmarks.decode_kernels [--only layer attention qkv ...] [--before FILE] [--seconds 60]
 
 For each model shape and number of rows one line per kernel: microseconds of a call (inside a CUDA graph of many) with
 the settings the engine chooses, then the fastest candidates. The rows of the attention have contexts of 64 to 192
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.rollout_kernels import micros, say
-from verl.rollout.native.kernels import attention, layers, linear, rotary
+from verl.rollout.native.kernels import attention, launch, layers, linear, rotary
 from verl.rollout.native.ops import DecodeInputs
 
 WORKERS = 16
@@ -118,7 +118,9 @@ class AttentionRows:
         self.plain = DecodeInputs(positions, positions, torch.ones_like(positions), table.cuda())
         self.shared = self.plain._replace(
             shared=torch.tensor(shared, dtype=torch.int32, device="cuda"),
-            sharing=torch.tensor([GROUP, *[0] * (GROUP - 1)] * (rows // GROUP), dtype=torch.int32).cuda(),
+            sharing=torch.tensor(
+                [[rows // GROUP, 0], *([first, GROUP] for first in range(0, rows, GROUP))], dtype=torch.int32
+            ).cuda(),
         )
 
     def next_cache(self) -> Any:
@@ -225,7 +227,33 @@ def product_calls(name: str) -> Callable[..., Iterator[Timed]]:
     return calls
 
 
+def layer_calls(shape: Shape, rows: int, before: Any, splits: int) -> Iterator[Timed]:
+    """The five kernels of a small model's layer, one after the other; "early": each starts while the one before it
+    still runs."""
+    if shape.hidden > 1024:
+        return
+    made = Products(shape, rows)
+
+    def layer(early: bool) -> object:
+        launch.EARLY = early
+        try:
+            q = linear.norm_qkv_rotary(
+                made.stream, made.norm, made.of("q", "k", "v"), made.cache, made.rope, made.inputs, None
+            )
+            rest = (shape.dim**-0.5, None, None, splits)
+            mixed = attention.decode_attention(q, made.cache, made.inputs, *rest).flatten(1)
+            stream = linear.linear_add(mixed, made.of("o")[0], made.x)
+            gated = linear.norm_gated(stream, made.norm, *made.of("gate", "up"))
+            return linear.linear_add(gated, made.of("down")[0], stream[0])
+        finally:
+            launch.EARLY = False
+
+    yield "chosen", lambda: layer(False)
+    yield "early", lambda: layer(True)
+
+
 KERNELS = {
+    "layer": layer_calls,
     "attention": attention_calls,
     **{name: product_calls(name) for name in ("qkv", "gate", "o", "down")},
 }

@@ -36,6 +36,7 @@ from verl.rollout.native import Limits, NativeRollout
 from verl.rollout.native import model as model_code
 from verl.rollout.native.device_attention import ContinuedAttention
 from verl.rollout.native.device_runner import DeviceRunner
+from verl.rollout.native.kernels import launch
 from verl.rollout.source import ModuleWeights
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -137,6 +138,17 @@ def prompts_attended_to_together_equal_the_reference_engine() -> str:
     finally:
         model_code._SHARED_BYTES = before
     return said
+
+
+@check
+def kernels_that_start_early_equal_the_reference_engine() -> str:
+    before, launch.EARLY = launch.EARLY, not launch.EARLY
+    try:
+        model, asked = build_model("qwen3").to(DEVICE), requests(temperature=0.8, n=9)
+        said = compare(answers(native(model), asked), answers(HFRollout(model, None), asked), 1e-4)
+    finally:
+        launch.EARLY = before
+    return f"{not before}: {said}"
 
 
 @check

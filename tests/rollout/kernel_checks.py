@@ -112,12 +112,25 @@ for dtype, tolerance in ((torch.float32, 2e-5), (HALF, 1e-2)):
     values, scales = layers.quantise_rows(both[:, :70])
     expected, expected_scales = reference.quantise_rows(both[:, :70])
     check(f"fp8 scales {kind}", scales, expected_scales, 1e-6)
+    quantised = (
+        (
+            layers.quantised_norm(x, residual, weight[0], 1e-5)[0],
+            layers.add_rms_norm(x, residual, weight[0], 1e-5)[0],
+        ),
+        (layers.quantised_silu_mul(both[:, :70], both[:, 70:]), layers.silu_mul(both[:, :70], both[:, 70:])),
+    )
+    for ours, plain in quantised:
+        theirs = layers.quantise_rows(plain)
+        check(f"fp8 values of a norm or activation {kind}", ours[0], theirs[0], 0.07)
+        check(f"fp8 scales of a norm or activation {kind}", ours[1], theirs[1], tolerance)
     if DEVICE.type == "cuda":  # the interpreter does not round to eight bits
         # One step of eight bits where a tie rounds the other way.
         check(f"fp8 values {kind}", values.float() * scales, expected.float() * expected_scales, 0.07)
         left, right = (reference.quantise_rows(randn(n, 96, dtype=dtype)) for n in (5, 48))
-        args = (left, (right[0], right[1].t().contiguous()), torch.bfloat16)
-        check("fp8 product", TritonOps().scaled_product(*args), reference.scaled_product(*args), 2e-2)
+        for bias in (None, randn(48, dtype=dtype)):
+            out_dtype = torch.bfloat16 if bias is None else dtype
+            args = (left, (right[0], right[1].t().contiguous()), bias, out_dtype)
+            check("fp8 product", TritonOps().scaled_product(*args), reference.scaled_product(*args), 2e-2)
 
     for rows in (3, 20, 40):
         x, residual = (randn(rows, 72, dtype=dtype, seed=s) * 0.3 for s in range(2))
@@ -194,7 +207,7 @@ for dtype, tolerance in ((torch.float32, 2e-5), (HALF, 1e-2)):
         lengths = torch.tensor([0, *[2] * 4, 3, 3], dtype=torch.int32, device=DEVICE) * block_size
         keys, values = (randn(6 * 40, kv_heads, block_size, dim, dtype=dtype, seed=s) for s in (1, 2))
         q = randn(len(contexts), heads, dim, dtype=dtype)
-        for sharing in ([1, 4, 0, 0, 0, 2, 0], [1] * 7):
+        for sharing in ([[2, 0], [1, 4], [5, 2]], [[6, 0], *([row, 1] for row in range(1, 7))]):
             counts = torch.tensor(sharing, dtype=torch.int32, device=DEVICE)
             together = inputs._replace(shared=lengths, sharing=counts)
             for splits in (1, 4):
@@ -205,7 +218,7 @@ for dtype, tolerance in ((torch.float32, 2e-5), (HALF, 1e-2)):
                         reference.decode_attention(*args),
                     )
                     check(f"shared attention {kind} splits {splits} cap {softcap}", ours, theirs, tolerance)
-            if sharing[1] > 1:
+            if len(sharing) == 3:
                 grouped = ours
         check(f"shared attention {kind} does not depend on the group", ours, grouped, 0)
 

@@ -278,20 +278,17 @@ def test_samples_attend_to_their_prompt_together(
     def checked(ops: TorchOps, q: torch.Tensor, cache: Any, rows: DecodeInputs, *rest: Any) -> torch.Tensor:
         block_size = cache[0].shape[2]
         if rows.shared is not None and rows.sharing is not None:
-            leader, left = 0, 0
-            for row, (tokens, sharing) in enumerate(
-                zip(rows.shared.tolist(), rows.sharing.tolist(), strict=True)
-            ):
-                if sharing:
-                    assert left == 0, "counted twice"
-                    leader, left = row, sharing
-                    groups.append(sharing)
-                assert left > 0 or not tokens, "a prompt nobody computes"
-                blocks = tokens // block_size
-                assert tokens % block_size == 0 and tokens == int(rows.shared[leader])
-                assert rows.table[row, :blocks].tolist() == rows.table[leader, :blocks].tolist()
-                assert not rows.active[row] or tokens <= int(rows.positions[row])
-                left = max(left - 1, 0)
+            runs = rows.sharing[1 : 1 + int(rows.sharing[0, 0])].tolist()
+            lead = {row: first for first, count in runs for row in range(first, first + count)}
+            assert len(lead) == sum(count for _, count in runs), "counted twice"
+            groups.extend(count for _, count in runs)
+            for row in rows.active.nonzero()[:, 0].tolist():
+                tokens = int(rows.shared[row])
+                assert (row in lead) == (tokens > 0), "a prompt nobody computes"
+                blocks, first = tokens // block_size, lead.get(row, row)
+                assert tokens % block_size == 0 and tokens == int(rows.shared[first])
+                assert rows.table[row, :blocks].tolist() == rows.table[first, :blocks].tolist()
+                assert tokens <= int(rows.positions[row])
         return attention(ops, q, cache, rows, *rest)
 
     attention = TorchOps.decode_attention

@@ -294,8 +294,8 @@ class DeviceRunner:
             shared = self._shared[self._row_slots]
             self._shares = bool(shared.any())
             if self._shares and self.fused is not None:
-                most, size = self.fused.sharing_rows, self.cache.block_size
-                self.state.set_shared(self._row_slots, shared, used, size, most)
+                size, most = self.cache.block_size, self.fused.sharing_rows
+                self.state.set_shared(self._row_slots, shared, size, most)
 
     def decode_step(self, size: int) -> None:
         state = self.state
@@ -303,7 +303,7 @@ class DeviceRunner:
             state.tokens[:size], state.positions[:size], state.active[:size], state.table[:size]
         )
         if self._shares and self.fused is not None:
-            inputs = inputs._replace(shared=state.shared[0, :size], sharing=state.shared[1, :size])
+            inputs = inputs._replace(shared=state.shared[:size], sharing=state.sharing[: size + 1])
         if self.fused is not None:
             logits = self.fused.logits(self.fused.decode(self.ops, inputs, self.cache.layers))
         else:

@@ -142,8 +142,9 @@ class DeviceState:
         self.temperature, self.top_p, self.min_p, self.penalty = self.floats
         self.stop_ids = torch.full((rows, stops), -1, dtype=torch.int64, device=device)
         self.table = torch.zeros(rows, table_width, dtype=torch.int32, device=device)
-        self.shared = torch.zeros(2, rows, dtype=torch.int32, device=device)
-        """`shared` and `sharing` of `DecodeInputs`."""
+        # `DecodeInputs` says what these are.
+        self.shared = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.sharing = torch.zeros(1 + rows, 2, dtype=torch.int32, device=device)
         self.out_tokens = torch.zeros(rows, width, dtype=torch.int32, device=device)
         self.out_log_probs = torch.zeros(rows, width, dtype=torch.float32, device=device)
         self.seen: torch.Tensor | None = None
@@ -198,12 +199,9 @@ class DeviceState:
         for sequence in sequences:
             self._host_table[sequence.slot, : len(sequence.table)] = sequence.table
 
-    def set_shared(
-        self, slots: np.ndarray, tokens_R: np.ndarray, used: int, block_size: int, most: int
-    ) -> None:
+    def set_shared(self, slots: np.ndarray, tokens_R: np.ndarray, block_size: int, most: int) -> None:
         """The rows with these slots have so many leading tokens in blocks they may share: runs of up to `most` rows
-        whose tables begin with the same blocks compute their attention to them together. Of the first `used` rows
-        others share none."""
+        whose tables begin with the same blocks compute their attention to them together."""
         table_RW = self._host_table[slots]
         own_RW = np.arange(table_RW.shape[1]) * block_size >= tokens_R[1:, None]
         same = (tokens_R[1:] == tokens_R[:-1]) & ((table_RW[1:] == table_RW[:-1]) | own_RW).all(1)
@@ -211,10 +209,12 @@ class DeviceState:
         counts = np.diff(np.append(starts, len(slots)))
         place_R = np.arange(len(slots)) - np.repeat(starts, counts)
         left_R = np.repeat(counts, counts) - place_R
-        both = np.zeros((2, used), dtype=np.int32)
-        both[0, : len(slots)] = tokens_R
-        both[1, : len(slots)] = np.where(place_R % most == 0, np.minimum(left_R, most), 0)
-        self.shared[:, :used] = self.send(torch.from_numpy(both))
+        firsts = np.flatnonzero((place_R % most == 0) & (tokens_R > 0))
+        runs = np.zeros((1 + len(firsts), 2), dtype=np.int32)
+        runs[0, 0] = len(firsts)
+        runs[1:, 0], runs[1:, 1] = firsts, np.minimum(left_R[firsts], most)
+        self.shared[: len(slots)] = self.send(torch.from_numpy(tokens_R.astype(np.int32)))
+        self.sharing[: len(runs)] = self.send(torch.from_numpy(runs))
 
     def send_tables(self, slots: np.ndarray, used: int) -> None:
         """Bring the tables of the rows with these slots to the device, where `used` rows are read."""

@@ -30,7 +30,17 @@ from verl.errors import ConfigError
 from verl.models.attention import AttentionCall
 from verl.models.introspection import backbone_of, class_of, output_head
 from verl.rollout.native.kernels import SHARED_QUERIES
-from verl.rollout.native.ops import FP8_MAX, FP8_TYPE, DecodeInputs, Norms, Ops, side_by_side
+from verl.rollout.native.ops import (
+    FP8_MAX,
+    FP8_TYPE,
+    DecodeInputs,
+    Norm,
+    Norms,
+    Ops,
+    Pair,
+    Three,
+    side_by_side,
+)
 
 if TYPE_CHECKING:
     from verl.rollout.native.device_attention import PromptAttention, PromptInputs
@@ -95,15 +105,23 @@ class PlainProducts:
     up: nn.Linear
     down: nn.Linear
 
-    def qkv(self, ops: Ops, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def qkv(
+        self, ops: Ops, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm
+    ) -> tuple[Three, torch.Tensor]:
+        """Queries, keys and values of the norm of x + residual, and that sum."""
+        normed, total = ops.add_rms_norm(x, residual, *norm)
         # Each into a tensor of its own: the library adds a bias within the product only where rows are not apart.
-        return _linear(self.q, x), _linear(self.k, x), _linear(self.v, x)
+        return (_linear(self.q, normed), _linear(self.k, normed), _linear(self.v, normed)), total
 
     def o(self, ops: Ops, x: torch.Tensor) -> torch.Tensor:
         return _linear(self.out, x)
 
-    def mlp(self, ops: Ops, x: torch.Tensor) -> torch.Tensor:
-        return _linear(self.down, ops.silu_mul(_linear(self.gate, x), _linear(self.up, x)))
+    def mlp(
+        self, ops: Ops, x: torch.Tensor, residual: torch.Tensor, norm: Norm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The MLP's output for the norm of x + residual, and that sum."""
+        normed, total = ops.add_rms_norm(x, residual, *norm)
+        return _linear(self.down, ops.silu_mul(_linear(self.gate, normed), _linear(self.up, normed))), total
 
     @property
     def small(self) -> bool:
@@ -158,9 +176,9 @@ class Fp8Weight:
                 self.bias[part] = layer.bias
             start += layer.out_features
 
-    def product(self, ops: Ops, x: torch.Tensor) -> torch.Tensor:
-        out = ops.scaled_product(ops.quantise_rows(x), (self.values, self.scales), x.dtype)
-        return out if self.bias is None else out + self.bias
+    def product(self, ops: Ops, x: Pair, dtype: torch.dtype) -> torch.Tensor:
+        """The output for numbers and their scales."""
+        return ops.scaled_product(x, (self.values, self.scales), self.bias, dtype)
 
 
 class Fp8Products:
@@ -177,16 +195,23 @@ class Fp8Products:
         for weight in (self._qkv, self._o, self._gate_up, self._down):
             weight.refresh()
 
-    def qkv(self, ops: Ops, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        q, k, v = self._qkv.product(ops, x).split([layer.out_features for layer in self._qkv.layers], dim=1)
-        return q, k, v
+    def qkv(
+        self, ops: Ops, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm
+    ) -> tuple[Three, torch.Tensor]:
+        normed, total = ops.quantised_norm(x, residual, *norm)
+        widths = [layer.out_features for layer in self._qkv.layers]
+        q, k, v = self._qkv.product(ops, normed, x.dtype).split(widths, dim=1)
+        return (q, k, v), total
 
     def o(self, ops: Ops, x: torch.Tensor) -> torch.Tensor:
-        return self._o.product(ops, x)
+        return self._o.product(ops, ops.quantise_rows(x), x.dtype)
 
-    def mlp(self, ops: Ops, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self._gate_up.product(ops, x).chunk(2, dim=1)
-        return self._down.product(ops, ops.silu_mul(gate, up))
+    def mlp(
+        self, ops: Ops, x: torch.Tensor, residual: torch.Tensor, norm: Norm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        normed, total = ops.quantised_norm(x, residual, *norm)
+        gate, up = self._gate_up.product(ops, normed, x.dtype).chunk(2, dim=1)
+        return self._down.product(ops, ops.quantised_silu_mul(gate, up), x.dtype), total
 
 
 @dataclass
@@ -270,12 +295,11 @@ class FusedDecoder(Backbone):
                 stream = ops.linear_add(gated, products.down, stream[0])
                 x = stream[0]
                 continue
-            normed, residual = ops.add_rms_norm(x, residual, layer.input_norm, self.eps)
-            q = ops.rotary_cache(products.qkv(ops, normed), cache, self.rope, inputs, layer.norms)
+            qkv, residual = products.qkv(ops, x, residual, (layer.input_norm, self.eps))
+            q = ops.rotary_cache(qkv, cache, self.rope, inputs, layer.norms)
             mixed = ops.decode_attention(q, cache, inputs, layer.scale, layer.window, None)
             x = products.o(ops, mixed.flatten(1))
-            normed, residual = ops.add_rms_norm(x, residual, layer.output_norm, self.eps)
-            x = products.mlp(ops, normed)
+            x, residual = products.mlp(ops, x, residual, (layer.output_norm, self.eps))
         return ops.add_rms_norm(x, residual, self.backbone.norm.weight, self.eps)[0]
 
     def prompt(self, ops: Ops, inputs: PromptInputs, attention: PromptAttention) -> torch.Tensor:

@@ -23,6 +23,8 @@ FP8_MAX = 448.0
 
 Pair = tuple[Tensor, Tensor]
 """Keys and values of a layer's cache, cosine and sine by position, or numbers and their scales."""
+Three = tuple[Tensor, Tensor, Tensor]
+"""Queries, keys and values, each [M, heads * dim]."""
 Norm = tuple[Tensor, float]
 """Weight and epsilon of a norm."""
 Norms = tuple[Tensor, Tensor, float] | None
@@ -47,7 +49,8 @@ class DecodeInputs(NamedTuple):
     shared: Tensor | None = None
     """[M] int32: leading tokens of a row whose blocks others may read, too; a property of its request."""
     sharing: Tensor | None = None
-    """[M] int32: from this row on so many share them; 0 where a row before it counts."""
+    """[1 + M, 2] int32: the number of runs of rows whose tables begin with the same such blocks, then the first row of
+    each run and how many rows it has."""
 
 
 def decode_slots(rows: DecodeInputs, block_size: int, blocks: int) -> Tensor:
@@ -113,13 +116,21 @@ class TorchOps:
         scales = x.float().abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / FP8_MAX
         return (x.float() / scales).clamp(-FP8_MAX, FP8_MAX).to(FP8_TYPE), scales
 
-    def scaled_product(self, x: Pair, weight: Pair, dtype: torch.dtype) -> Tensor:
-        """e4m3 [M, K] and [N, K] with scales [M, 1] and [1, N] -> [M, N]."""
-        return ((x[0].float() @ weight[0].float().t()) * x[1] * weight[1]).to(dtype)
+    def quantised_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Pair, Tensor]:
+        normed, total = self.add_rms_norm(x, residual, weight, eps)
+        return self.quantise_rows(normed), total
 
-    def rotary_cache(
-        self, qkv: tuple[Tensor, Tensor, Tensor], cache: Pair, rope: Pair, rows: DecodeInputs, norms: Norms
-    ) -> Tensor:
+    def quantised_silu_mul(self, gate: Tensor, up: Tensor) -> Pair:
+        return self.quantise_rows(self.silu_mul(gate, up))
+
+    def scaled_product(self, x: Pair, weight: Pair, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """e4m3 [M, K] and [N, K] with scales [M, 1] and [1, N], and a bias [N] -> [M, N]."""
+        out = (x[0].float() @ weight[0].float().t()) * x[1] * weight[1]
+        return (out if bias is None else out + bias).to(dtype)
+
+    def rotary_cache(self, qkv: Three, cache: Pair, rope: Pair, rows: DecodeInputs, norms: Norms) -> Tensor:
         """Norm and rotate queries and keys (each [M, heads * dim]); write keys and values to the cache; the queries
         [M, heads, dim]."""
         blocks, _, block_size, dim = cache[0].shape
@@ -238,6 +249,8 @@ class TritonOps:
         self.add_rms_norm = layers.add_rms_norm
         self.silu_mul = layers.silu_mul
         self.quantise_rows = layers.quantise_rows
+        self.quantised_norm = layers.quantised_norm
+        self.quantised_silu_mul = layers.quantised_silu_mul
         self.norm_qkv_rotary = linear.norm_qkv_rotary
         self.norm_gated = linear.norm_gated
         self.linear_add = linear.linear_add
@@ -248,9 +261,12 @@ class TritonOps:
         self.sample_plain = sampling.sample_plain
         self.advance = sampling.advance
 
-    def scaled_product(self, x: Pair, weight: Pair, dtype: torch.dtype) -> Tensor:
-        # The device's product with a scale per row gives bfloat16 only.
-        return torch._scaled_mm(x[0], weight[0].t(), x[1], weight[1], out_dtype=torch.bfloat16).to(dtype)
+    def scaled_product(self, x: Pair, weight: Pair, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        # The device's product with a scale per row gives bfloat16 only, and adds a bias of that type.
+        fused = bias if dtype == torch.bfloat16 else None
+        out = torch._scaled_mm(x[0], weight[0].t(), x[1], weight[1], bias=fused, out_dtype=torch.bfloat16)
+        out = out.to(dtype)
+        return out if bias is None or fused is not None else out + bias
 
 
 Ops = TorchOps | TritonOps

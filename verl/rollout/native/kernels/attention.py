@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from verl.rollout.native.kernels import SHARED_QUERIES
+from verl.rollout.native.kernels.launch import early_launch, wait_for_inputs
 
 if TYPE_CHECKING:
     from verl.rollout.native.ops import DecodeInputs
@@ -67,30 +68,32 @@ def _attend(
     return peak, mass, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _shared_attention(
     q_ptr, keys_ptr, values_ptr, table_ptr, shared_ptr, sharing_ptr, part_ptr, peak_ptr, mass_ptr,
-    q_stride, table_stride, scale, softcap,
+    q_stride, table_stride, scale, softcap, rows,
     KV: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr, DIM_UP: tl.constexpr,
     V_DIM: tl.constexpr, V_DIM_UP: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
-    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
-    """The `sharing` rows from this one on against the tokens they share; nothing where another row leads."""
-    first = tl.program_id(0).to(tl.int64)
+    """Runs of rows against the tokens they share. The number of runs is known on the device only, so that each program
+    takes several."""
+    wait_for_inputs(EARLY)
     head = tl.program_id(1)
     split = tl.program_id(2)
-    sharing = tl.load(sharing_ptr + first)
-    length = tl.load(shared_ptr + first)
-    if (sharing > 0) & (length > 0):
+    queries = tl.arange(0, QUERIES)
+    columns = tl.arange(0, DIM_UP)
+    v_columns = tl.arange(0, V_DIM_UP)
+    slot_head = head * GROUP + queries % GROUP
+    for run in range(tl.program_id(0), tl.load(sharing_ptr), tl.num_programs(0)):
+        first = tl.load(sharing_ptr + 2 + 2 * run).to(tl.int64)
+        count = tl.load(sharing_ptr + 3 + 2 * run)
+        length = tl.load(shared_ptr + first)
         share = tl.cdiv(tl.cdiv(length, SPLITS), TILE) * TILE
         start = split * share
         end = tl.minimum(start + share, length)
-        queries = tl.arange(0, QUERIES)
         row = first + queries // GROUP
-        slot_head = head * GROUP + queries % GROUP
-        present = (queries < sharing * GROUP) & (row < tl.num_programs(0))
-        columns = tl.arange(0, DIM_UP)
-        v_columns = tl.arange(0, V_DIM_UP)
+        present = (queries < count * GROUP) & (row < rows)
         q = tl.load(
             q_ptr + (row * q_stride + slot_head * DIM)[:, None] + columns[None, :],
             mask=present[:, None] & (columns < DIM)[None, :],
@@ -117,8 +120,10 @@ def _decode_attention(
     q_stride, table_stride, scale, softcap,
     KV: tl.constexpr, GROUP: tl.constexpr, GROUP_UP: tl.constexpr, DIM: tl.constexpr, DIM_UP: tl.constexpr,
     V_DIM: tl.constexpr, V_DIM_UP: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
-    SHARED_SPLITS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr
+    SHARED_SPLITS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    EARLY: tl.constexpr
 ):  # fmt: skip
+    wait_for_inputs(EARLY)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     split = tl.program_id(2)
@@ -187,7 +192,9 @@ def _join_splits(
     DIM: tl.constexpr,
     DIM_UP: tl.constexpr,
     SPLITS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_inputs(EARLY)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     splits = tl.arange(0, SPLITS)
@@ -216,7 +223,7 @@ def choose_splits(rows: int, kv_heads: int, processors: int) -> int:
 
 @lru_cache
 def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def decode_attention(
@@ -260,6 +267,7 @@ def decode_attention(
         "BLOCK_SIZE": block_size,
         "SOFTCAP": softcap is not None,
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+        **early_launch(q.device),
     }
     token_bytes = (dim_up + value_dim_up) * keys.element_size()
     if settings is None:
@@ -270,15 +278,18 @@ def decode_attention(
     shared_parts = parts_of(shared_splits)
     shared = out if inputs.shared is None else inputs.shared
     if shared_splits:
-        tile, stages = tile_and_stages(token_bytes, 64)
-        _shared_attention[(rows, kv_heads, shared_splits)](
+        # The queries of a program need memory, too.
+        tile, stages = tile_and_stages(2 * token_bytes, 64)
+        programs = min(rows, triton.cdiv(3 * _processors(q.device), kv_heads * shared_splits))
+        _shared_attention[(programs, kv_heads, shared_splits)](
             *(q, keys, values, inputs.table, inputs.shared, inputs.sharing, *shared_parts),
             *numbers,
+            rows,
             **sizes,
             QUERIES=max(SHARED_QUERIES, triton.next_power_of_2(group)),
             TILE=tile,
             SPLITS=shared_splits,
-            num_warps=4,
+            num_warps=4 if value_dim_up <= 64 else 8,
             num_stages=stages,
         )
     parts = parts_of(splits if splits > 1 else 0)
@@ -294,7 +305,7 @@ def decode_attention(
     )
     if splits > 1:
         joined = {"HEADS": heads, "DIM": value_dim, "DIM_UP": value_dim_up, "SPLITS": splits}
-        _join_splits[(rows, heads)](*parts, out, **joined, num_warps=1)
+        _join_splits[(rows, heads)](*parts, out, **joined, **early_launch(q.device), num_warps=1)
     return out
 
 

@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from verl.rollout.native.kernels.launch import early_launch, wait_for_inputs
 from verl.rollout.native.kernels.rotary import _head_norm, _rotate
 
 if TYPE_CHECKING:
@@ -77,9 +78,11 @@ def _norm_qkv_rotary(
     cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, positions_ptr, active_ptr, table_ptr,
     rows, parts, inner, x_stride, table_stride, trash, eps, head_eps,
     HEADS: tl.constexpr, KV: tl.constexpr, HALF: tl.constexpr, HALF_UP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BIAS: tl.constexpr, HEAD_NORM: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr
+    BIAS: tl.constexpr, HEAD_NORM: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+    EARLY: tl.constexpr
 ):  # fmt: skip
     """One head (of queries, keys or values) of BM rows, as its two halves."""
+    wait_for_inputs(EARLY)
     DIM: tl.constexpr = 2 * HALF
     head = tl.program_id(0)
     row_offsets = (tl.program_id(1) * BM + tl.arange(0, BM)).to(tl.int64)
@@ -148,8 +151,9 @@ def _norm_qkv_rotary(
 @triton.jit(do_not_specialize=["rows", "parts"])
 def _norm_gated(
     x_ptr, squares_ptr, norm_ptr, gate_ptr, up_ptr, out_ptr, rows, parts, inner, x_stride, width, eps,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
+    wait_for_inputs(EARLY)
     row_offsets = (tl.program_id(1) * BM + tl.arange(0, BM)).to(tl.int64)
     rows_mask = row_offsets < rows
     columns = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -169,8 +173,10 @@ def _norm_gated(
 @triton.jit(do_not_specialize=["rows"])
 def _linear_add(
     x_ptr, w_ptr, bias_ptr, residual_ptr, out_ptr, squares_ptr, rows, inner, x_stride, width,
-    BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr
+    BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+    EARLY: tl.constexpr
 ):  # fmt: skip
+    wait_for_inputs(EARLY)
     row_offsets = (tl.program_id(1) * BM + tl.arange(0, BM)).to(tl.int64)
     rows_mask = row_offsets < rows
     columns = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -217,8 +223,8 @@ def tiles(rows: int) -> dict[str, int]:
 
 
 def _settings(x: torch.Tensor, config: dict[str, int] | None) -> dict[str, Any]:
-    """Tiles (those of float32 half as deep) and precision."""
-    chosen = config or tiles(x.shape[0])
+    """Tiles (those of float32 half as deep), precision and launch settings."""
+    chosen = {**(config or tiles(x.shape[0])), **early_launch(x.device)}
     if x.dtype != torch.float32:
         return {**chosen, "PRECISION": "tf32"}
     return {**chosen, "BK": chosen["BK"] // 2, "PRECISION": "ieee"}
