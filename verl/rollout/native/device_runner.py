@@ -212,7 +212,9 @@ class DeviceRunner:
 
     def _join(self, sequences: list[Sequence], logits: torch.Tensor) -> None:
         start, end = len(self.rows), len(self.rows) + len(sequences)
-        stops = [self.stopper.stop_ids(s.request.sampling) for s in sequences]
+        known = {id(s.request): s.request.sampling for s in sequences}
+        stop_ids = {request: self.stopper.stop_ids(sampling) for request, sampling in known.items()}
+        stops = [stop_ids[id(s.request)] for s in sequences]
         slots = [self._slots.pop() for _ in sequences]
         self.state.fill(start, sequences, stops, slots)
         if self.kinds.penalty:
