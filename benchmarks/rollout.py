@@ -37,6 +37,19 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
         "tie_word_embeddings": True,
     },
+    "llama-3.2-1b": {
+        "kind": "LlamaConfig",
+        "vocab_size": 128256,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "max_position_embeddings": 8192,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+        "tie_word_embeddings": True,
+    },
     "qwen2.5-7b": {
         "kind": "Qwen2Config",
         "vocab_size": 152064,
@@ -74,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="auto", help="bfloat16, float32, fp8; auto: bfloat16 on CUDA")
     parser.add_argument("--max-tokens", type=int, default=1024, help="longest response")
     parser.add_argument("--median", type=float, default=200.0, help="median response length")
-    parser.add_argument("--max-num-seqs", type=int, default=1024)
+    parser.add_argument("--max-num-seqs", type=int, default=None, help="default: what the memory allows")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.8)
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--repeat", type=int, default=2, help="timed runs after a warm-up; the best counts")
@@ -176,9 +189,12 @@ def _native(args: argparse.Namespace, model: Any, requests: list[Request], dtype
         figures["first_run_seconds"] = seconds
         _say(f"first run, compiling and capturing: {seconds:.1f} s")
     best: tuple[int, float] = (0, math.inf)
-    for _ in range(max(args.repeat, 1)):
+    runs, before = max(args.repeat, 1), engine.stats().prompt_passes
+    for _ in range(runs):
         best = min(best, run_engine(engine, requests), key=lambda pair: pair[1])
     figures |= {"tokens": best[0], "seconds": best[1], "tokens_per_second": best[0] / best[1]}
+    figures["prompt_passes"] = (engine.stats().prompt_passes - before) / runs
+    _say(f"{figures['prompt_passes']:g} prompt passes a run")
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()  # the cache is not torch's: ask the device
         figures["device_gb"] = (total - free) / 1e9

@@ -105,7 +105,7 @@ class SimulatedRunner(DeviceRunner):
         self.state.send = None
         self.cache: Any = self
         self.block_size = block_size
-        self.use_graphs = False
+        self.use_graphs = self.fine_sizes = False
         self.graph_error = None
         self._empty_rows()
         self.places: dict[tuple[int, int], tuple[int, ...]] = {}
@@ -209,7 +209,7 @@ def run(
     most_polls: int = 5000,
 ) -> tuple[dict[tuple[str, int], Response], SimulatedRunner]:
     """The responses of the device runner's loop; fails when it takes more than `most_polls` polls."""
-    rows = min(limits.max_num_seqs, limits.max_num_batched_tokens)
+    rows = min(limits.max_num_seqs or limits.max_num_batched_tokens, limits.max_num_batched_tokens)
     manager = BlockManager(blocks, block_size)
     scheduler = Scheduler(manager, rows, limits.max_num_batched_tokens, blocks // 100, prompts_apart=True)
     kinds = Kinds.of([request.sampling for request in requests])

@@ -262,6 +262,10 @@ def test_batch_sizes_waste_little_and_are_few() -> None:
     assert all(3 * (size - rows) <= rows for rows, size in enumerate(sizes, 1))
     assert len(set(sizes[:1024])) <= 52 and len(set(sizes)) <= 130
     assert graph_batch_size(1000, 990) == 990
+    coarse = [graph_batch_size(rows, 1 << 30, fine=False) for rows in range(1, 5000)]
+    assert coarse == sorted(coarse) and all(size >= fine for size, fine in zip(coarse, sizes, strict=True))
+    assert all(3 * (size - rows) <= rows for rows, size in enumerate(coarse, 1))
+    assert len(set(coarse[:2048])) <= 40
 
 
 @pytest.mark.parametrize("most", [2, 64])

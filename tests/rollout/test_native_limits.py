@@ -11,7 +11,7 @@ import torch
 
 from verl.errors import RolloutError
 from verl.rollout import Request, SamplingParams
-from verl.rollout.native import Limits, NativeRollout
+from verl.rollout.native import Limits, NativeRollout, engine_state
 from verl.rollout.native.engine_state import Sizes
 from verl.rollout.sequence import Stopper
 
@@ -84,6 +84,41 @@ def test_limits_bound_rows_and_blocks() -> None:
     assert roomy.rows >= 80 and roomy.length >= 80
     assert Sizes.of(asked, Limits(max_num_seqs=7), stopper).rows == 7
     assert Sizes.of(asked, Limits(max_num_batched_tokens=5), stopper).rows == 5
+
+
+def test_rows_follow_from_memory_where_no_number_is_given() -> None:
+    """3,000 samples of 2 + 4 + 1 blocks (the prompt's two are shared by ten)."""
+    asked = [Request(str(i), [5] * 30, SamplingParams(max_tokens=50), n=10) for i in range(300)]
+    stopper = Stopper(None, frozenset({2}))
+    all_blocks = 300 * (2 + 10 * 5)
+    assert Sizes.of(asked, Limits(), stopper, all_blocks).rows >= 3000
+    assert 1500 <= Sizes.of(asked, Limits(), stopper, all_blocks // 2).rows < 1600
+    assert 2000 <= Sizes.of(asked, Limits(), stopper, all_blocks, most_rows=2000).rows < 2100
+    assert Sizes.of(asked, Limits(), stopper, all_blocks // 10).rows == 1024, "what was always allowed"
+    assert Sizes.of(asked, Limits(max_num_seqs=512), stopper, all_blocks).rows == 512
+
+
+def test_a_little_more_memory_or_a_few_more_samples_keep_the_state(
+    tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = 16 * 100
+    monkeypatch.setattr(engine_state, "memory_tokens", lambda *_: memory)
+    monkeypatch.setattr(engine_state, "DEFAULT_SEQUENCES", 8)
+    engine = NativeRollout(tiny("llama"), None, Limits(), on_device=True, verify=False)
+
+    def asked(prompts: int) -> list[Request]:
+        sampling = SamplingParams(max_tokens=20, ignore_eos=True)
+        return [Request(str(i), [5] * (20 + i % 3), sampling, n=8) for i in range(prompts)]
+
+    assert len(list(engine.generate(asked(6)))) == 48
+    state = engine.state
+    assert isinstance(state, engine_state.GPUState) and state.sizes.blocks == 100
+    for prompts, memory in ((6, 16 * 110), (7, 16 * 90), (6, 16 * 120), (2, 16 * 100)):  # noqa: B007
+        assert len(list(engine.generate(asked(prompts)))) == 8 * prompts
+        assert engine.state is state, "the graphs of a state that is large enough were lost"
+    memory = 16 * 200
+    assert len(list(engine.generate(asked(6)))) == 48
+    assert engine.state is not state, "twice the memory is used"
 
 
 def test_a_session_serves_training_and_validation_in_turn(tiny: Callable[..., Any]) -> None:

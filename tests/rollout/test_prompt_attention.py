@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from verl.models.attention import AttentionCall, use_verl_attention
 from verl.rollout.base import Request, SamplingParams
 from verl.rollout.native import device_attention
+from verl.rollout.native.block_manager import Copy
 from verl.rollout.native.device_attention import (
     ContinuedAttention,
     DecodeAttention,
@@ -182,6 +183,19 @@ def test_a_decode_step_computes_its_cache_slots_once(tiny: Any, monkeypatch: pyt
     engine = NativeRollout(tiny("gemma"), None, Limits(), on_device=True, verify=False)
     list(engine.generate([Request("a", [5, 6], SamplingParams(max_tokens=4, ignore_eos=True))]))
     assert len(made) == 3 and len(used) == 2 * len(made), "two layers, three decode steps"
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_blocks_are_copied_in_every_layer(alike: bool) -> None:
+    """More copies than one call takes; layers of several shapes, one of them without attention."""
+    other = (LayerShape(2, 3, 3),) if alike else (LayerShape(), LayerShape(1, 4, 2, torch.float64))
+    cache = DeviceCache(CacheLayout((LayerShape(2, 3, 3), *other)), 600, 4, torch.device("cpu"))
+    tensors = [tensor for layer in cache.layers for tensor in layer]
+    for tensor in tensors:
+        tensor.copy_(torch.randn(tensor.shape))
+    wanted = [torch.cat([x[:300], x[:300].flip(0), x[600:]]) for x in tensors]
+    cache.copy([Copy(block, 599 - block, 4) for block in range(300)], lambda x: x)
+    assert all(map(torch.equal, tensors, wanted))
 
 
 @torch.no_grad()

@@ -326,7 +326,7 @@ def estimate(plan: RunPlan) -> Estimate:
     assert sizes is not None  # a plan has those of the model first trained
     rollout, pool, size = config.actor_rollout_ref.rollout, rollout_pool(config), engine_size(config)
     engines = (rollout.nnodes * rollout.n_gpus_per_node if pool else plan.world_size) // size
-    running = min(-(-batches.sequences // engines), rollout.max_num_seqs)
+    running = min(-(-batches.sequences // engines), rollout.most_sequences)
     cache_tokens = running * batches.sequence_tokens
     element = element_bytes(config.actor_rollout_ref.model.dtype, device.kind)
     cache_bytes, sequence_bytes = (

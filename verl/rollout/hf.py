@@ -71,7 +71,8 @@ class HFRollout(ModuleEngine, BatchEngine):
 
     def __init__(self, source: Any, tokenizer: Any | None, config: Any | None = None) -> None:
         super().__init__(source, tokenizer)
-        self.batch_size = DEFAULT_BATCH if config is None else min(int(config.max_num_seqs), DEFAULT_BATCH)
+        given = None if config is None else config.max_num_seqs
+        self.batch_size = min(given or DEFAULT_BATCH, DEFAULT_BATCH)
         self._aborted: set[str] = set()
         self._abort_all = False
         self._live = LiveStats()

@@ -273,7 +273,7 @@ class ServerRollout(ExternalRollout):
         self, command: Sequence[str], env: dict[str, str], address: str, key: str | None = None
     ) -> None:
         """Start the server and wait until it is ready."""
-        connections = min(self.config.max_num_seqs, _MAX_CONNECTIONS)
+        connections = min(self.config.most_sequences, _MAX_CONNECTIONS)
         self._threads = ThreadPoolExecutor(connections, "verl-sample")
         self._runs: set[Future[None]] = set()
         self._results: queue.SimpleQueue[tuple[Sample, FinishReason | Exception]] = queue.SimpleQueue()

@@ -55,7 +55,7 @@ def server_arguments(config: RolloutConfig, info: ModelInfo, folder: Path) -> di
         "skip_tokenizer_init": True,
         "dtype": "bfloat16" if fp8 and dtype == "float32" else dtype,
         "tp_size": config.tensor_model_parallel_size,
-        "max_running_requests": config.max_num_seqs,
+        "max_running_requests": config.most_sequences,
         "chunked_prefill_size": config.max_num_batched_tokens,
         "context_length": config.max_model_len or info.max_positions,
         "random_seed": config.seed,

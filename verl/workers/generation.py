@@ -61,7 +61,7 @@ def open_engine(
         stack.callback(calls.shutdown, CLOSE_S)
         setup = RankSetup(cfg=copy.deepcopy(cfg), tokenizer=tokenizer, training_steps=0, run_folder=Path())
         build_ranks(cluster, calls, GenerationRank.do_build, setup, path, adapter, joined=False)
-        yield RayRollout(calls, cfg.rollout.max_num_seqs, hosts=range(len(calls)), colocated=False)
+        yield RayRollout(calls, cfg.rollout.most_sequences, hosts=range(len(calls)), colocated=False)
 
 
 def load_engine(cfg: GenerationConfig, path: str, adapter: Path | None, tokenizer: Any) -> RolloutEngine:

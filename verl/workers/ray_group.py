@@ -109,7 +109,7 @@ class RayGroup(WorkerGroup):
         self._live = RankSnapshots([self.calls] if self.pool is None else [self.calls, generating])
         self.rollout: RayRollout = RayRollout(
             generating,
-            cfg.actor_rollout_ref.rollout.max_num_seqs,
+            cfg.actor_rollout_ref.rollout.most_sequences,
             hosts=range(0, len(generating), engine_size(cfg) if self.pool is None else 1),
             colocated=self.pool is None,
         )

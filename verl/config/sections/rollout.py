@@ -117,6 +117,10 @@ class MultiTurnConfig:
             yield f"'{name}.user.base_url' is set; it needs '{name}.user.model'"
 
 
+DEFAULT_SEQUENCES = 1024
+"""`max_num_seqs` where it is not given and does not follow from memory."""
+
+
 @dataclass
 class EngineConfig:
     """The engine that generates, in training and for a file of prompts."""
@@ -153,7 +157,12 @@ class EngineConfig:
         le=1,
         used_if=(".name!=hf", "@gpu or .name!=vllm|sglang"),
     )
-    max_num_seqs: int = key(1024, "sequences generated at the same time, at most", ge=1)
+    max_num_seqs: int | None = key(
+        None,
+        "sequences generated at the same time, at most; default: native on a GPU what its memory allows, else "
+        f"{DEFAULT_SEQUENCES}",
+        ge=1,
+    )
     max_num_batched_tokens: int = key(8192, "tokens per forward pass, at most", ge=1, used_if=".name!=hf")
     max_model_len: int | None = key(
         None, "prompt and response; default: from data.*", ge=1, used_if=".name!=hf"
@@ -163,6 +172,13 @@ class EngineConfig:
     multi_turn: MultiTurnConfig = section(
         MultiTurnConfig, "tools and several turns", used_if=".multi_turn.enable"
     )
+
+    @property
+    def most_sequences(self) -> int:
+        """Sequences that an engine generates at the same time, at most."""
+        return self.max_num_seqs or (
+            self.max_num_batched_tokens if self.name == "native" else DEFAULT_SEQUENCES
+        )
 
 
 @dataclass

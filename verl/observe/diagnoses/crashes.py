@@ -60,7 +60,7 @@ def _rollout_memory(config: Any) -> list[str]:
     if rollout.gpu_memory_utilization > 0.2:
         lower = max(0.2, round(rollout.gpu_memory_utilization - 0.2, 2))
         steps.append(f"{KEY}.rollout.gpu_memory_utilization={lower:g}")
-    steps.append(f"{KEY}.rollout.max_num_seqs={max(1, min(64, rollout.max_num_seqs // 2))}")
+    steps.append(f"{KEY}.rollout.max_num_seqs={max(1, min(64, rollout.most_sequences // 2))}")
     return steps
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -191,8 +192,10 @@ class DeviceState:
         """Mark the tokens of new rows (for repetition penalties)."""
         assert self.seen is not None
         self.seen[start : start + len(sequences)] = False
-        for row, sequence in enumerate(sequences, start):
-            self.seen[row, self.send(torch.tensor(sequence.tokens))] = True
+        rows = np.repeat(np.arange(start, start + len(sequences)), [len(s.tokens) for s in sequences])
+        tokens = np.fromiter(chain.from_iterable(s.tokens for s in sequences), dtype=np.int64)
+        row_index, token_index = self.send(torch.from_numpy(np.stack([rows, tokens])))
+        self.seen[row_index, token_index] = True
 
     def set_tables(self, sequences: Seq[Sequence]) -> None:
         """Note the block tables of these rows on the host."""

@@ -2,21 +2,24 @@
 
 On a device captured graphs are worth keeping: a state is used again while the requests fit; otherwise a new one is
 built, a quarter larger than necessary and large enough for what the last one served, so that training and validation in
-turn soon find one that suits both. A stream of requests (some arrive while others run, or continue conversations) gets
-a state as large as the limits and the memory allow.
+turn soon find one that suits both. Where memory is what limits it, a little more of it is no reason for a new one. A
+stream of requests (some arrive while others run, or continue conversations) gets a state as large as the limits and the
+memory allow.
 
-Cache and weights together stay below `gpu_memory_utilization` of the device.
+Cache and weights together stay below `gpu_memory_utilization` of the device. Without `max_num_seqs` all samples run at
+once whose sequences fit into the cache at full length and whose logits take a small part of that memory (`_LOGITS`),
+and no fewer than `DEFAULT_SEQUENCES`.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from verl.config.sections.rollout import RolloutConfig
+from verl.config.sections.rollout import DEFAULT_SEQUENCES, RolloutConfig
 from verl.errors import ConfigError, RolloutError
 from verl.memory import free_host_bytes
 from verl.models.introspection import backbone_of
@@ -37,6 +40,8 @@ log = logging.getLogger(__name__)
 
 BLOCK_SIZE = 16
 """Tokens of a block on a device, and of a hash block of a CPU page."""
+_LOGITS = 16
+"""Where rows follow from memory, their logits and new tokens take at most this part of what the cache may have."""
 STREAM_GROWTH = 4
 """Sequences of a stream may become this many times longer than its first ones before the state has to grow, where
 `max_model_len` is not set."""
@@ -46,7 +51,7 @@ STREAM_GROWTH = 4
 class Limits:
     """The keys of the rollout section that bound the native engine."""
 
-    max_num_seqs: int = RolloutConfig.max_num_seqs
+    max_num_seqs: int | None = RolloutConfig.max_num_seqs
     max_num_batched_tokens: int = RolloutConfig.max_num_batched_tokens
     gpu_memory_utilization: float = RolloutConfig.gpu_memory_utilization
     enforce_eager: bool = RolloutConfig.enforce_eager
@@ -200,13 +205,17 @@ class CPUState(EngineState):
         if work.stream:
             most = min(self.limits.max_model_len or STREAM_GROWTH * page_size, self.tokens // sequences)
             page_size = max(page_size, -(-most // BLOCK_SIZE) * BLOCK_SIZE)
-            sequences = self.limits.max_num_seqs + 1
+            sequences = self._most + 1
         self.page_size, self.most_pages = page_size, self.tokens // page_size
         self.pages = min(sequences, self.most_pages)
         self.runner: CPURunner = CPURunner(work.model, PageCache(self.pages, page_size), work.stopper)
 
     def _sequences(self, requests: list[Request]) -> int:
-        return min(sum(r.n for r in requests), self.limits.max_num_seqs) + 1
+        return min(sum(r.n for r in requests), self._most) + 1
+
+    @property
+    def _most(self) -> int:
+        return self.limits.max_num_seqs or DEFAULT_SEQUENCES
 
     def serves(self, model: Any, requests: list[Request], busy: bool) -> bool:
         pages = min(self._sequences(requests), self.most_pages)
@@ -214,7 +223,7 @@ class CPUState(EngineState):
 
     def scheduler(self, stats: RolloutStats) -> Scheduler:
         budget = self.limits.max_num_batched_tokens
-        rows = min(self.limits.max_num_seqs, budget)
+        rows = min(self._most, budget)
         blocks = BlockManager(self.pages, self.page_size, BLOCK_SIZE)
         return Scheduler(blocks, rows, budget, prefix_in_same_step=False, stats=stats)
 
@@ -256,16 +265,27 @@ class Sizes:
         )
 
     @staticmethod
-    def of(requests: list[Request], limits: Limits, stopper: Stopper, most_blocks: int = 1 << 60) -> Sizes:
+    def of(
+        requests: list[Request],
+        limits: Limits,
+        stopper: Stopper,
+        most_blocks: int = 1 << 60,
+        most_rows: int = 1 << 60,
+    ) -> Sizes:
+        """Within `limits` and what memory allows: `most_blocks`, `most_rows`."""
+
         def blocks(tokens: int) -> int:
             return -(-tokens // BLOCK_SIZE)
 
-        rows = min(sum(r.n for r in requests), limits.max_num_seqs, limits.max_num_batched_tokens)
         width = max(r.sampling.max_tokens for r in requests)
         length = longest(requests)
         stops = max(len(stopper.stop_ids(r.sampling)) for r in requests)
         prompts = sum(blocks(len(r.prompt_ids)) for r in requests)
         all_requests = prompts + sum(r.n * (blocks(r.sampling.max_tokens) + 1) for r in requests)
+        samples = sum(r.n for r in requests)
+        fitting = min(samples * most_blocks // all_requests, most_rows)
+        most = limits.max_num_seqs or max(fitting, DEFAULT_SEQUENCES)
+        rows = min(samples, most, limits.max_num_batched_tokens)
         at_once = prompts + rows * (blocks(length) + 1)
         return Sizes(
             rows=graph_batch_size(rows, 1 << 30),
@@ -286,9 +306,15 @@ class GPUState(EngineState):
         limits, requests = work.limits, work.requests
         super().__init__(work, longest(requests))
         self.most_blocks = self.tokens // BLOCK_SIZE
-        rows = graph_batch_size(min(limits.max_num_seqs, limits.max_num_batched_tokens), 1 << 30)
-        needed = Sizes.of(requests, limits, work.stopper, self.most_blocks)
-        self.sizes = needed.grown(last, self.most_blocks, limits.max_model_len, rows if work.stream else 0)
+        row_bytes = 4 * int(work.model.get_input_embeddings().num_embeddings)
+        row_bytes += 8 * max(r.sampling.max_tokens for r in requests)
+        self.most_rows = self.tokens * work.layout.token_bytes // (_LOGITS * row_bytes)
+        needed = Sizes.of(requests, limits, work.stopper, self.most_blocks, self.most_rows)
+        stream_rows = 0
+        if work.stream:
+            most = limits.max_num_seqs or max(min(2 * needed.rows, self.most_rows), DEFAULT_SEQUENCES)
+            stream_rows = graph_batch_size(min(most, limits.max_num_batched_tokens), 1 << 30)
+        self.sizes = needed.grown(last, self.most_blocks, limits.max_model_len, stream_rows)
         log.debug("new state on %s: %s for %s", self.device, self.sizes, needed)
         self.cache = DeviceCache(work.layout, self.sizes.blocks, BLOCK_SIZE, self.device)
         table_width = -(-self.sizes.length // BLOCK_SIZE) + 1
@@ -301,11 +327,14 @@ class GPUState(EngineState):
     def serves(self, model: Any, requests: list[Request], busy: bool) -> bool:
         most = self.most_blocks
         if not busy:
-            most = memory_tokens(self.layout, self.limits, self.device, self.cache.bytes) // BLOCK_SIZE
+            now = memory_tokens(self.layout, self.limits, self.device, self.cache.bytes) // BLOCK_SIZE
+            most = now if 4 * now > 5 * most else min(now, most)
+        needed = Sizes.of(requests, self.limits, self.runner.stopper, most, self.most_rows)
+        if self.limits.max_num_seqs is None and 4 * needed.rows <= 5 * self.sizes.rows:
+            # Samples that find no row wait for one: a few more are no reason to lose the graphs.
+            needed = replace(needed, rows=min(needed.rows, self.sizes.rows))
         return (
-            Sizes.of(requests, self.limits, self.runner.stopper, most).fits_in(self.sizes)
-            and self.signature == weight_signature(model)
-            and self.cache.wake_up()
+            needed.fits_in(self.sizes) and self.signature == weight_signature(model) and self.cache.wake_up()
         )
 
     def release(self) -> None:
@@ -315,7 +344,7 @@ class GPUState(EngineState):
     def scheduler(self, stats: RolloutStats) -> Scheduler:
         blocks = BlockManager(self.cache.blocks, self.cache.block_size)
         budget = self.limits.max_num_batched_tokens
-        rows = min(self.limits.max_num_seqs, budget, self.sizes.rows)
+        rows = min(self.limits.max_num_seqs or self.sizes.rows, budget, self.sizes.rows)
         keep_free = self.cache.blocks // 100
         return Scheduler(blocks, rows, budget, keep_free, prompts_apart=True, stats=stats)
 

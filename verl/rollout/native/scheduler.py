@@ -392,15 +392,17 @@ class Scheduler:
         )
 
 
-def graph_batch_size(rows: int, capacity: int) -> int:
-    """The batch size to run `rows` rows with: powers of two and three steps between up to 256, then multiples of 32 (of
-    64 above 2048 and so on), at most `capacity`.
+def graph_batch_size(rows: int, capacity: int, fine: bool = True) -> int:
+    """The batch size to run `rows` rows with: powers of two and three steps between; `fine`: above 256 multiples of 32
+    (of 64 above 2048 and so on). At most `capacity`.
 
-    A graph is captured when its size is first met: about 50 of them for 1024 rows that end one after the other."""
+    A graph is captured when its size is first met: about 80 of them for 2048 rows that end one after the other, 40
+    without `fine`. What a row costs decides which is better, not how often a size was met: rounding errors depend on
+    the size, and a resumed run must choose the same."""
     if rows <= 8:
         size = max(rows, 1)
     else:
         quarter = max(1 << (rows - 1).bit_length() - 3, 4)
-        step = min(quarter, max(quarter // 8, 32))
+        step = min(quarter, max(quarter // 8, 32)) if fine else quarter
         size = -(-rows // step) * step
     return min(size, capacity)

@@ -93,8 +93,8 @@ def engine_arguments(config: RolloutConfig, info: ModelInfo, folder: Path) -> di
         "tensor_parallel_size": config.tensor_model_parallel_size,
         "enforce_eager": config.enforce_eager or not cuda,
         "enable_prefix_caching": True,
-        "max_num_seqs": config.max_num_seqs,
-        "max_num_batched_tokens": max(config.max_num_batched_tokens, config.max_num_seqs),
+        "max_num_seqs": config.most_sequences,
+        "max_num_batched_tokens": max(config.max_num_batched_tokens, config.most_sequences),
         "max_model_len": config.max_model_len or info.max_positions,
         "seed": config.seed,
     }

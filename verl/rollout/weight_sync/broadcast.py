@@ -192,7 +192,7 @@ def report(
     responses: list[Response] = []
     if not others:
         responses = list(engine.generate([request]))
-    elif others + request.n <= config.max_num_seqs:
+    elif others + request.n <= config.most_sequences:
         responses = _generate_beside(engine, request, keep)
     prompt = tuple(request.prompt_ids) if responses else ()
     tokens = tuple(tuple(response.token_ids) for response in responses)
