@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from verl.models.attention import AttentionCall, PackedAttention, varlen_attention
-from verl.rollout.native.device_state import DeviceCache
+from verl.rollout.native.device_state import DeviceCache, as_bytes
 from verl.rollout.native.ops import DecodeInputs, Ops, decode_slots, dot_product_attention
 from verl.rollout.native.scheduler import Chunk
 
@@ -65,7 +65,8 @@ class PromptAttention:
         self.ops.write_cache(call.k[0].transpose(0, 1), call.v[0].transpose(0, 1), cache, self.slots)
         if self._context is not None:
             block, offset = self._context
-            call = call.on(call.q, *(x[block, :, offset].transpose(0, 1)[None] for x in cache))
+            found = [as_bytes(x)[block, :, offset].view(x.dtype).to(call.q.dtype) for x in cache]
+            call = call.on(call.q, *(x.transpose(0, 1)[None] for x in found))
         return self.inner.attend(call)
 
 

@@ -102,7 +102,7 @@ class DeviceRunner:
         self.backbone = Backbone(model)
         self.vocab = int(model.get_input_embeddings().num_embeddings)
         if self.fp8:
-            require_fp8_device(self.state.device)
+            require_fp8_device(self.state.device, "rollout.dtype")
         self.fused = FusedDecoder.match(model, self.max_length, self.fp8)
         if self.fused is None and self.fp8:
             raise ConfigError(

@@ -32,6 +32,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of eight-bit floats as integers, which every operation that moves numbers knows; others as they are."""
+    return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
+
+
 class DeviceCache:
     """For each layer a pair (keys, values) of [blocks + 1, kv_heads, block_size, size].
 
@@ -91,7 +96,7 @@ class DeviceCache:
         source = torch.tensor([copy.source for copy in copies]).to(device, non_blocking=True)
         target = torch.tensor([copy.target for copy in copies]).to(device, non_blocking=True)
         for layer in self.layers:
-            for tensor in layer:
+            for tensor in map(as_bytes, layer):
                 tensor.index_copy_(0, target, tensor.index_select(0, source))
 
 

@@ -11,7 +11,7 @@ Cache and weights together stay below `gpu_memory_utilization` of the device.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,6 +51,7 @@ class Limits:
     gpu_memory_utilization: float = RolloutConfig.gpu_memory_utilization
     enforce_eager: bool = RolloutConfig.enforce_eager
     dtype: str = RolloutConfig.dtype
+    kv_cache_dtype: str = RolloutConfig.kv_cache_dtype
     max_model_len: int | None = RolloutConfig.max_model_len
     recompute_kv_cache: bool = RolloutConfig.recompute_kv_cache
     cache_tokens: int | None = None
@@ -102,6 +103,9 @@ class CacheLayout:
     def token_bytes(self) -> int:
         """Bytes of keys and values of one token over all layers."""
         return sum(layer.bytes for layer in self.layers)
+
+    def stored_as(self, dtype: torch.dtype) -> CacheLayout:
+        return CacheLayout(tuple(replace(layer, dtype=dtype) for layer in self.layers))
 
 
 def cache_layout(model: Any) -> CacheLayout:
