@@ -110,6 +110,11 @@ def test_fp8_needs_an_engine_that_has_it() -> None:
     with pytest.raises(ConfigError, match="use native"):
         generation(**{"rollout.name": "hf", "rollout.dtype": "fp8"})
     assert generation(**{"rollout.dtype": "fp8"}).rollout.dtype == "fp8"
+    with pytest.raises(
+        ConfigError, match="'rollout.kv_cache_dtype' is fp8, which rollout.name=hf does not support"
+    ):
+        generation(**{"rollout.name": "hf", "rollout.kv_cache_dtype": "fp8"})
+    assert generation(**{"rollout.kv_cache_dtype": "fp8"}).rollout.kv_cache_dtype == "fp8"
 
 
 @pytest.mark.parametrize("kind", [GenerationConfig, EvaluationConfig])

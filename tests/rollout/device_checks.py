@@ -152,6 +152,19 @@ def kernels_that_start_early_equal_the_reference_engine() -> str:
 
 
 @check
+def keys_and_values_in_eight_bits_follow_the_trainer() -> str:
+    """Half the memory, log-probs close to the trainer's; prompts computed in several chunks read the cache, too."""
+    model = build_model("llama").to(DEVICE, torch.bfloat16)
+    worst = 0.0
+    for limits in ({}, {"max_num_batched_tokens": 24, "max_num_seqs": 16}):
+        asked, found, ours = sampled(model, 40, kv_cache_dtype="fp8", **limits)
+        worst = max(worst, gap(ours, trainer_log_probs(model, asked, found)))
+    if not worst < 0.01:
+        raise AssertionError(f"probabilities differ by {worst:.3f}")
+    return f"probabilities to {worst:.4f}"
+
+
+@check
 def a_stream_gives_the_tokens_of_a_batch() -> str:
     """Requests submitted while others run, conversations that keep their KV blocks, weights updated in flight."""
     model = build_model("qwen3").to(DEVICE)

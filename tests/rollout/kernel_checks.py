@@ -66,6 +66,7 @@ def qkv_checks(
     norms: tuple[torch.Tensor, torch.Tensor, float] | None,
     bias: bool,
     tolerance: float,
+    stored: torch.dtype | None = None,
 ) -> None:
     """Norm, product, rotation and cache write in one kernel."""
     rows, block_size, hidden = len(inputs.positions), 8, 72
@@ -77,7 +78,10 @@ def qkv_checks(
     )
     angle = randn(64, dim // 2, dtype=torch.float32).repeat(1, 2)
     rope = angle.cos().to(dtype), angle.sin().to(dtype)
-    caches = [[randn(64, kv_heads, block_size, dim, dtype=dtype, seed=s) for s in (5, 6)] for _ in range(2)]
+    caches = [
+        [randn(64, kv_heads, block_size, dim, dtype=dtype, seed=s).to(stored or dtype) for s in (5, 6)]
+        for _ in range(2)
+    ]
     inputs = rows_of([int(p) + 1 if a else 0 for p, a in zip(*inputs[1:3], strict=True)], block_size, 64)
     norm = randn(hidden, dtype=dtype), 1e-5
     ours, theirs = (
@@ -221,6 +225,26 @@ for dtype, tolerance in ((torch.float32, 2e-5), (HALF, 1e-2)):
             if len(sharing) == 3:
                 grouped = ours
         check(f"shared attention {kind} does not depend on the group", ours, grouped, 0)
+
+# Eight-bit keys and values. The interpreter does not round to eight bits.
+if DEVICE.type == "cuda":
+    inputs = rows_of([1, 0, 9, 31, 100], 16, 64)
+    q = randn(5, 6, 64, dtype=HALF)
+    caches = [
+        [(randn(64, 2, 16, 64, dtype=HALF, seed=s) * 4).to(torch.float8_e4m3fn) for s in (5, 6)]
+        for _ in range(2)
+    ]
+    slots = torch.tensor([3, 200, 17], device=DEVICE)
+    k, v = (randn(3, 2, 64, dtype=HALF, seed=s) * 300 for s in (1, 2))  # some beyond the largest number
+    rotary.write_cache(k, v, caches[0], slots)
+    reference.write_cache(k, v, caches[1], slots)
+    for what, ours, theirs in zip(("keys", "values"), *caches, strict=True):
+        check(f"write eight-bit {what}", ours, theirs, 0.07)
+    args = (q, caches[1], inputs, 0.02, None, None)
+    check(
+        "attention to eight bits", attention.decode_attention(*args), reference.decode_attention(*args), 1e-2
+    )
+    qkv_checks("eight bits", 6, 2, 64, HALF, inputs, None, False, 0.07, torch.float8_e4m3fn)
 
 # Head sizes that are no power of two (Phi-2, Phi-3, OpenLLaMA, Danube), values narrower than keys (latent attention).
 for key_size, value_size in ((80, 80), (96, 96), (100, 100), (120, 120), (24, 12), (192, 128)):

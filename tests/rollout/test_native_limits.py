@@ -12,7 +12,7 @@ import torch
 from verl.errors import RolloutError
 from verl.rollout import Request, SamplingParams
 from verl.rollout.native import Limits, NativeRollout, engine_state
-from verl.rollout.native.engine_state import Sizes
+from verl.rollout.native.engine_state import GPUState, Sizes
 from verl.rollout.sequence import Stopper
 
 PATHS = pytest.mark.parametrize("on_device", [False, True], ids=["cpu path", "device path"])
@@ -223,3 +223,23 @@ def test_a_cache_that_comes_back_is_not_cleared(tiny: Callable[..., Any]) -> Non
     assert cache.sleep() and cache.bytes == 0
     assert cache.wake_up() and cache.bytes == cache.tensor.nbytes
     assert bool((cache.tensor == 1).all())
+
+
+def test_keys_and_values_in_eight_bits(tiny: Callable[..., Any]) -> None:
+    """The cache takes a quarter of float32's memory and rounds what decode steps read, but not much."""
+    model = tiny("llama")
+    prompts = [[5 + i] * (3 + 15 * i) for i in range(3)]
+    asked = [
+        Request(str(i), p, SamplingParams(max_tokens=9, ignore_eos=True), n=2) for i, p in enumerate(prompts)
+    ]
+    engine = NativeRollout(model, None, Limits(kv_cache_dtype="fp8"))
+    worst = 0.0
+    for response in engine.generate(asked):
+        prompt, ids = prompts[int(response.request_id)], list(response.token_ids)
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1].float()
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+        worst = max(worst, float((expected - torch.tensor(response.log_probs)).abs().max()))
+    assert 1e-5 < worst < 0.1
+    assert isinstance(engine.state, GPUState)
+    assert {x.dtype for layer in engine.state.cache.layers for x in layer} == {torch.float8_e4m3fn}

@@ -170,6 +170,8 @@ def test_what_a_run_can_place_and_what_not() -> None:
     assert not refused(mode="server", nnodes=1, n_gpus_per_node=2, tensor_model_parallel_size=2)
     assert not refused(nnodes=1, n_gpus_per_node=2) and not refused(tensor_model_parallel_size=2)
     assert "name=sglang in the trainer's process" in refused(name="sglang")
+    assert "kv_cache_dtype' is fp8" in refused(kv_cache_dtype="fp8")
+    assert not refused(name="native", kv_cache_dtype="fp8")
 
 
 def test_where_an_engine_runs_is_not_left_over_from_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,8 @@ class EngineSpec:
     """Several GPUs can share one copy (`rollout.tensor_model_parallel_size`)."""
     fp8: bool = True
     """It has eight-bit products (`rollout.dtype=fp8`)."""
+    fp8_cache: bool = False
+    """It stores keys and values in eight bits (`rollout.kv_cache_dtype=fp8`)."""
     adapters: bool = True
     """It takes LoRA adapters beside the weights; otherwise they arrive merged into them."""
     server: bool = False
@@ -64,7 +66,7 @@ class StrategySpec:
 
 
 _engines: dict[str, EngineSpec] = {
-    "native": EngineSpec(),
+    "native": EngineSpec(fp8_cache=True),
     "hf": EngineSpec(streams=False, fp8=False),
     "vllm": EngineSpec(
         owns_weights=True,

@@ -81,7 +81,7 @@ def unavailable(config: AnyConfig) -> list[str]:
     if not isinstance(config, PPOConfig):
         return []
     rollout = config.actor_rollout_ref.rollout
-    return [*engine_errors(ROLLOUT, rollout.name, rollout.mode)]
+    return [*engine_errors(ROLLOUT, rollout.name, rollout.mode, rollout.kv_cache_dtype)]
 
 
 def _section_errors(config: AnyConfig) -> Iterator[str]:

@@ -147,6 +147,7 @@ class EngineConfig:
     seed: int = key(1, "seed of every draw", follows="trainer.seed", used_if=".temperature")
     per_request_seed: bool = key(True, "one seed per sample; False: one per batch", used_if=".name=vllm")
     dtype: str = key("auto", "while generating; auto: the trainer's", known=(*MODEL_DTYPES, "fp8"))
+    kv_cache_dtype: str = key("auto", "of cached keys and values; auto: the model's", known=("auto", "fp8"))
     tensor_model_parallel_size: int = key(
         1, "GPUs that share one copy of the model", ge=1, used_if=".name=vllm|sglang"
     )
@@ -203,7 +204,11 @@ class RolloutConfig(EngineConfig, LogProbConfig):
         return dedicated_gpu_errors(name, self.n_gpus_per_node, self.nnodes)
 
 
-def engine_errors(name: str, engine: str, mode: str) -> Iterator[str]:
+def engine_errors(name: str, engine: str, mode: str, kv_cache_dtype: str) -> Iterator[str]:
+    if kv_cache_dtype == "fp8" and not engine_spec(engine).fp8_cache:
+        yield (
+            f"'{name}.kv_cache_dtype' is fp8, which {name}.name={engine} does not support; use native, or auto"
+        )
     if mode != "server" and not engine_spec(engine).in_process:
         yield f"{name}.name={engine} in the trainer's process is not available; set {name}.mode=server"
 

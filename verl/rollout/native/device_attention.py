@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from verl.models.attention import AttentionCall, PackedAttention, varlen_attention
-from verl.rollout.native.device_state import DeviceCache
+from verl.rollout.native.device_state import DeviceCache, as_bytes
 from verl.rollout.native.ops import DecodeInputs, Ops, decode_slots, dot_product_attention
 from verl.rollout.native.scheduler import Chunk
 
@@ -62,7 +62,8 @@ class PromptAttention:
         if self._context is not None:
             block, offset = self._context
             cache = self.cache.layers[call.layer]
-            call = call.on(call.q, *(x[block, :, offset].transpose(0, 1)[None] for x in cache))
+            found = [as_bytes(x)[block, :, offset].view(x.dtype).to(call.q.dtype) for x in cache]
+            call = call.on(call.q, *(x.transpose(0, 1)[None] for x in found))
         return self.inner.attend(call)
 
 

@@ -108,7 +108,7 @@ class DeviceRunner:
         # In a step of a small model rows that have ended cost next to nothing, a capture as much as elsewhere.
         self.fine_sizes = int(model.get_input_embeddings().weight.shape[1]) > _NARROW
         if self.fp8:
-            require_fp8_device(self.state.device)
+            require_fp8_device(self.state.device, "rollout.dtype")
         self.fused = FusedDecoder.match(model, self.max_length, self.fp8)
         if self.fused is None and self.fp8:
             raise ConfigError(

@@ -37,6 +37,11 @@ _COPIES = 256
 """Blocks copied at once: as many are in memory twice."""
 
 
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of eight-bit floats as integers, which every operation that moves numbers knows; others as they are."""
+    return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
+
+
 class DeviceCache:
     """For each layer a pair (keys, values) of [blocks + 1, kv_heads, block_size, size].
 
@@ -67,13 +72,12 @@ class DeviceCache:
             for part, (count, layer, width) in zip(self.tensor.split(strides), sizes, strict=True)
         ]
         self.layers = list(zip(tensors[::2], tensors[1::2], strict=True))
-        self._together = [tensor.flatten(1)[None] for tensor in tensors]
+        self._together = [as_bytes(tensor).flatten(1)[None] for tensor in tensors]
         """[tensors, blocks + 1, size]: what one call copies. All tensors of a cache whose layers are alike."""
         if len({(tensor.shape, tensor.dtype) for tensor in tensors}) == 1:
             whole = self.tensor[: sum(strides)].view(len(tensors), strides[0])
-            self._together = [
-                whole[:, : tensors[0].nbytes].view(tensors[0].dtype).unflatten(1, (blocks + 1, -1))
-            ]
+            dtype = as_bytes(tensors[0]).dtype
+            self._together = [whole[:, : tensors[0].nbytes].view(dtype).unflatten(1, (blocks + 1, -1))]
 
     @property
     def bytes(self) -> int:

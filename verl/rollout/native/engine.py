@@ -319,7 +319,8 @@ class NativeRollout(ModuleEngine):
         if self.on_device is not None:
             return self.on_device
         # On the CPU only the device path has fp8, emulated.
-        return model.get_input_embeddings().weight.device.type != "cpu" or self.limits.fp8
+        on_gpu = model.get_input_embeddings().weight.device.type != "cpu"
+        return on_gpu or self.limits.fp8 or self.limits.kv_cache_dtype == "fp8"
 
     def _layout(self, model: Any) -> CacheLayout:
         """The shape of the model's cache; a model not seen before is compared with its own forward."""
@@ -328,6 +329,11 @@ class NativeRollout(ModuleEngine):
             if self._verify:
                 on_device = self._uses_device(model)
                 verify(model, "native", lambda requests: _small_run(model, requests, on_device))
+            if self.limits.kv_cache_dtype == "fp8":
+                from verl.rollout.native.model import FP8_TYPE, require_fp8_device
+
+                require_fp8_device(model.get_input_embeddings().weight.device, "rollout.kv_cache_dtype")
+                layout = layout.stored_as(FP8_TYPE)
             self._known = (weakref.ref(model), layout)
         return self._known[1]
 

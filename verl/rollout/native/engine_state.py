@@ -56,6 +56,7 @@ class Limits:
     gpu_memory_utilization: float = RolloutConfig.gpu_memory_utilization
     enforce_eager: bool = RolloutConfig.enforce_eager
     dtype: str = RolloutConfig.dtype
+    kv_cache_dtype: str = RolloutConfig.kv_cache_dtype
     max_model_len: int | None = RolloutConfig.max_model_len
     recompute_kv_cache: bool = RolloutConfig.recompute_kv_cache
     cache_tokens: int | None = None
@@ -107,6 +108,9 @@ class CacheLayout:
     def token_bytes(self) -> int:
         """Bytes of keys and values of one token over all layers."""
         return sum(layer.bytes for layer in self.layers)
+
+    def stored_as(self, dtype: torch.dtype) -> CacheLayout:
+        return CacheLayout(tuple(replace(layer, dtype=dtype) for layer in self.layers))
 
 
 def cache_layout(model: Any) -> CacheLayout:

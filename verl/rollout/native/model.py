@@ -134,12 +134,12 @@ class PlainProducts:
         pass
 
 
-def require_fp8_device(device: torch.device) -> None:
-    """Eight-bit products need a device that has them; the CPU emulates them."""
+def require_fp8_device(device: torch.device, key: str) -> None:
+    """Eight-bit numbers need a device that has them; the CPU emulates them."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         raise ConfigError(
-            f"rollout.dtype=fp8 needs compute capability 8.9 or newer; {torch.cuda.get_device_name(device)} has "
-            f"{torch.cuda.get_device_capability(device)}; use rollout.dtype=auto"
+            f"{key}=fp8 needs compute capability 8.9 or newer; {torch.cuda.get_device_name(device)} has "
+            f"{torch.cuda.get_device_capability(device)}; use {key}=auto"
         )
 
 

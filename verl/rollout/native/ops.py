@@ -164,6 +164,8 @@ class TorchOps:
     def write_cache(self, k: Tensor, v: Tensor, cache: Pair, slots: Tensor) -> None:
         block_size = cache[0].shape[2]
         for new, stored in zip((k, v), cache, strict=True):
+            if stored.dtype == FP8_TYPE:
+                new = new.clamp(-FP8_MAX, FP8_MAX).to(FP8_TYPE)
             stored[slots // block_size, :, slots % block_size] = new
 
     def decode_attention(

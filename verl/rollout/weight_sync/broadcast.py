@@ -198,6 +198,7 @@ def report(
     tokens = tuple(tuple(response.token_ids) for response in responses)
     log_probs = tuple(tuple(response.log_probs) for response in responses)
     precision = info.dtype if config.dtype == "auto" else config.dtype
+    precision = "fp8" if config.kv_cache_dtype == "fp8" else precision
     return SyncReport(dict(received), prompt, tokens, log_probs, precision)
 
 

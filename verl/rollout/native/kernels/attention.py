@@ -52,8 +52,8 @@ def _attend(
         v_offsets = block.to(tl.int64) * (KV * BLOCK_SIZE * V_DIM) + place * V_DIM
         k_mask = inside[:, None] & (columns < DIM)[None, :]
         v_mask = inside[:, None] & (v_columns < V_DIM)[None, :]
-        k = tl.load(keys_ptr + k_offsets[:, None] + columns[None, :], mask=k_mask, other=0.0)
-        v = tl.load(values_ptr + v_offsets[:, None] + v_columns[None, :], mask=v_mask, other=0.0)
+        k = tl.load(keys_ptr + k_offsets[:, None] + columns[None, :], mask=k_mask, other=0.0).to(q.dtype)
+        v = tl.load(values_ptr + v_offsets[:, None] + v_columns[None, :], mask=v_mask, other=0.0).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         if SOFTCAP:
             scores = softcap * (2.0 / (1.0 + tl.exp(-2.0 * scores / softcap)) - 1.0)

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from verl.rollout.native.kernels.launch import early_launch, wait_for_inputs
-from verl.rollout.native.kernels.rotary import _head_norm, _rotate
+from verl.rollout.native.kernels.rotary import _head_norm, _rotate, _stored
 
 if TYPE_CHECKING:
     from verl.rollout.native.ops import DecodeInputs
@@ -140,12 +140,14 @@ def _norm_qkv_rotary(
         block = tl.where(active, block, trash).to(tl.int64)
         slot = (block * KV + kv_head) * BLOCK_SIZE + position % BLOCK_SIZE
         offsets = slot[:, None] * DIM + columns[None, :]
+        stored_first = _stored(first, keys_ptr.dtype.element_ty)
+        stored_second = _stored(second, keys_ptr.dtype.element_ty)
         if head < HEADS + KV:
-            tl.store(keys_ptr + offsets, first, mask=mask)
-            tl.store(keys_ptr + offsets + HALF, second, mask=mask)
+            tl.store(keys_ptr + offsets, stored_first, mask=mask)
+            tl.store(keys_ptr + offsets + HALF, stored_second, mask=mask)
         else:
-            tl.store(values_ptr + offsets, first, mask=mask)
-            tl.store(values_ptr + offsets + HALF, second, mask=mask)
+            tl.store(values_ptr + offsets, stored_first, mask=mask)
+            tl.store(values_ptr + offsets + HALF, stored_second, mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows", "parts"])
@@ -264,6 +266,8 @@ def norm_qkv_rotary(
         BLOCK_SIZE=block_size,
         BIAS=bool(biases),
         HEAD_NORM=head_norms is not None,
+        # As in `rotary_cache`: the modules round each product of a rotation.
+        enable_fp_fusion=x.dtype == torch.float32,
         **settings,
     )
     return q_out

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from verl.rollout.native.kernels.rotary import _head_norm, _rotate
+from verl.rollout.native.kernels.rotary import _head_norm, _rotate, _stored
 
 
 @triton.jit
@@ -54,11 +54,14 @@ def _rotary_prompt(
     first, second = _rotate(first, second, cos, sin, dtype)
     tl.store(base + offsets, first, mask=mask)
     tl.store(base + offsets + HALF, second, mask=mask)
-    tl.store(keys_ptr + targets, first, mask=mask)
-    tl.store(keys_ptr + targets + HALF, second, mask=mask)
+    stored: tl.constexpr = keys_ptr.dtype.element_ty
+    tl.store(keys_ptr + targets, _stored(first, stored), mask=mask)
+    tl.store(keys_ptr + targets + HALF, _stored(second, stored), mask=mask)
     base += KV * DIM
-    tl.store(values_ptr + targets, tl.load(base + offsets, mask=mask, other=0.0), mask=mask)
-    tl.store(values_ptr + targets + HALF, tl.load(base + offsets + HALF, mask=mask, other=0.0), mask=mask)
+    first = tl.load(base + offsets, mask=mask, other=0.0)
+    second = tl.load(base + offsets + HALF, mask=mask, other=0.0)
+    tl.store(values_ptr + targets, _stored(first, stored), mask=mask)
+    tl.store(values_ptr + targets + HALF, _stored(second, stored), mask=mask)
 
 
 def rotary_prompt(

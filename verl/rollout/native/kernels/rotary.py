@@ -18,6 +18,14 @@ if TYPE_CHECKING:
 
 
 @triton.jit
+def _stored(x, dtype: tl.constexpr):
+    """As the cache stores it: eight-bit floats end at 448."""
+    if dtype == tl.float8e4nv:
+        x = tl.minimum(tl.maximum(x.to(tl.float32), -448.0), 448.0)
+    return x.to(dtype)
+
+
+@triton.jit
 def _head_norm(
     first, second, weight_ptr, eps, dtype: tl.constexpr, HALF: tl.constexpr, HALF_UP: tl.constexpr
 ):
@@ -112,11 +120,14 @@ def _rotary_cache(
     if NORM:
         first, second = _head_norm(first, second, k_norm_ptr, eps, dtype, HALF, HALF_UP)
     first, second = _rotate(first, second, cos, sin, dtype)
-    tl.store(keys_ptr + targets, first, mask=mask)
-    tl.store(keys_ptr + targets + HALF, second, mask=mask)
+    stored: tl.constexpr = keys_ptr.dtype.element_ty
+    tl.store(keys_ptr + targets, _stored(first, stored), mask=mask)
+    tl.store(keys_ptr + targets + HALF, _stored(second, stored), mask=mask)
     base = v_ptr + row * v_stride
-    tl.store(values_ptr + targets, tl.load(base + offsets, mask=mask, other=0.0), mask=mask)
-    tl.store(values_ptr + targets + HALF, tl.load(base + offsets + HALF, mask=mask, other=0.0), mask=mask)
+    first = tl.load(base + offsets, mask=mask, other=0.0)
+    second = tl.load(base + offsets + HALF, mask=mask, other=0.0)
+    tl.store(values_ptr + targets, _stored(first, stored), mask=mask)
+    tl.store(values_ptr + targets + HALF, _stored(second, stored), mask=mask)
 
 
 def rotary_cache(
@@ -164,7 +175,7 @@ def _write_rows(
     mask = (heads < KV) & (columns < DIM)
     row = tl.load(source_ptr + token * token_stride + heads * head_stride + columns, mask=mask, other=0.0)
     target = ((slot // BLOCK_SIZE) * KV + heads) * BLOCK_SIZE * DIM + (slot % BLOCK_SIZE) * DIM + columns
-    tl.store(cache_ptr + target, row, mask=mask)
+    tl.store(cache_ptr + target, _stored(row, cache_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
