@@ -37,7 +37,7 @@ def test_a_prompt_cut_shortly_before_its_end_is_computed(left: int) -> None:
 @given(
     seed=st.integers(0, 10**6),
     budget=st.integers(1, 40),
-    rows=st.integers(1, 9),
+    rows=st.sampled_from([1, 2, 3, 5, 9, 40]),
     spare_blocks=st.integers(0, 30),
     block_size=st.sampled_from([1, 4, 16]),
 )
@@ -167,15 +167,15 @@ def test_more_samples_than_rows_compute_each_prompt_once_in_full_passes(tiny: An
 
 
 def test_late_samples_start_in_groups() -> None:
-    """Their lengths differ, so that rows become free one after the other."""
-    sampling = [SamplingParams(max_tokens=4 + 3 * i % 41, ignore_eos=True) for i in range(40)]
-    requests = [Request(str(i), [i % 7 + 1] * 5, sampling[i], n=8) for i in range(40)]
-    limits = Limits(max_num_batched_tokens=256, max_num_seqs=128)
+    """Rows end one after the other, of 64 about three between two polls: without groups there are over 20 starts."""
+    rng = random.Random(0)
+    sampling = [SamplingParams(max_tokens=rng.randint(4, 100), ignore_eos=True) for _ in range(130)]
+    requests = [Request(str(i), [i % 7 + 1] * 5, sampling[i]) for i in range(130)]
+    limits = Limits(max_num_batched_tokens=4096, max_num_seqs=64)
     _, runner = simulated_device.run(requests, limits, blocks=5000)
     assert runner.stats.prompt_passes == 1 and runner.given_up == 0
-    # 192 late samples; rows end in groups of eight here, four steps apart: one by one they would be 24 or more starts.
-    assert runner.joins[0] == 128 and len(runner.joins) <= 17
-    assert all(joined >= 8 for joined in runner.joins)
+    assert runner.joins[0] == 64 and len(runner.joins) <= 14
+    assert all(joined >= 4 for joined in runner.joins[:-1])
 
 
 def test_a_new_prompt_does_not_wait_where_few_rows_run() -> None:
@@ -204,12 +204,12 @@ def test_turns_and_resumed_samples_share_passes(resumed: bool, tiny: Any) -> Non
     """Conversations whose turns end one after the other, or samples that continue what they have."""
     model = tiny("llama", num_hidden_layers=1)
     rng = random.Random(1)
-    limits = Limits(max_num_batched_tokens=512, max_num_seqs=96, cache_tokens=16 * 8000)
+    limits = Limits(max_num_batched_tokens=512, max_num_seqs=96, max_model_len=256, cache_tokens=16 * 8000)
     engine = NativeRollout(model, None, limits, on_device=True, verify=False)
     requests = []
     for index in range(96):
         prompt = [rng.randrange(3, 90) for _ in range(16)]
-        sampling = SamplingParams(max_tokens=rng.randint(4, 60), ignore_eos=True)
+        sampling = SamplingParams(max_tokens=rng.randint(4, 110), ignore_eos=True)
         partial = ([7] * 3, [8] * 2) if resumed else ()
         name = None if resumed else str(index)
         requests.append(Request(str(index), prompt, sampling, n=1 + resumed, partial=partial, prefix_id=name))
@@ -234,7 +234,7 @@ def test_turns_and_resumed_samples_share_passes(resumed: bool, tiny: Any) -> Non
     else:
         assert turns == 96 and stats.prompts == 192
         assert stats.prefilled_tokens == 96 * 16 + 96 * 3, "what a turn has computed is not computed again"
-        assert stats.prompt_passes <= 20, "a pass for nearly every turn"
+        assert stats.prompt_passes <= 22, "a pass for the turns of each poll"
 
 
 def test_kept_prompts_are_of_no_use_with_new_weights() -> None:

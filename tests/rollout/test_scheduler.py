@@ -77,15 +77,17 @@ def next_token(sequence: Sequence) -> int:
 @given(
     seed=st.integers(0, 10**6),
     small_blocks=st.booleans(),
+    apart=st.booleans(),
     lookahead=st.sampled_from([1, 1, 3]),
     cache_sequences=st.integers(1, 6),
-    max_sequences=st.integers(1, 8),
+    max_sequences=st.sampled_from([1, 2, 3, 5, 8, 24]),
     budget=st.integers(1, 40),
     keep_free=st.integers(0, 2),
 )
 def test_every_request_finishes_once_and_no_block_is_lost(
     seed: int,
     small_blocks: bool,
+    apart: bool,
     lookahead: int,
     cache_sequences: int,
     max_sequences: int,
@@ -96,7 +98,10 @@ def test_every_request_finishes_once_and_no_block_is_lost(
     longest = 32
     size = 4 if small_blocks else longest
     blocks = BlockManager(cache_sequences * longest // size, size, hash_block=4)
-    scheduler = Scheduler(blocks, max_sequences, budget, keep_free, prefix_in_same_step=small_blocks)
+    apart = apart and small_blocks
+    if apart:
+        max_sequences = min(max_sequences, budget)
+    scheduler = Scheduler(blocks, max_sequences, budget, keep_free, small_blocks, prompts_apart=apart)
     cache = FakeCache(blocks)
     finished: dict[tuple[str, int], int] = {}
     requests = []
@@ -138,11 +143,13 @@ def test_every_request_finishes_once_and_no_block_is_lost(
         if not small_blocks:
             scheduler.compact(step)
         tokens = step.prompt_tokens + len(step.decodes)
-        assert tokens <= budget and len(scheduler.running) <= max_sequences
+        assert (step.prompt_tokens if apart else tokens) <= budget and len(scheduler.running) <= max_sequences
         assert tokens or step.starts, "a step without work would hang"
         samplers = cache.run(step)
         assert len({id(s) for s in samplers}) == len(samplers)
         scheduler.complete(step)
+        for sequence in step.decodes if apart else ():
+            sequence.computed += 1
         ended = []
         for sequence in samplers:
             assert sequence.status is Status.RUNNING
