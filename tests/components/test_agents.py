@@ -65,8 +65,8 @@ def test_vllm_rows_are_what_was_asked_and_answered(
         f"actor_rollout_ref.rollout.mode={mode}",
         "actor_rollout_ref.rollout.temperature=0.9",
         "actor_rollout_ref.rollout.max_model_len=128",
-        # Two updates per batch: the trainer computes the log-probs of before.
-        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        # With it the trainer computes the log-probs of all rows before the update.
+        "algorithm.rollout_correction.rollout_is=token",
     ]
     with recorded(monkeypatch) as record:
         run(load_ppo_config(agent_run(model, task, tmp_path / "run", *keys)))

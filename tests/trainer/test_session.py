@@ -87,6 +87,7 @@ def test_a_step_of_a_session_is_a_step_of_the_training_loop(
     more = (
         "trainer.total_training_steps=1",
         "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+        "actor_rollout_ref.actor.skip_zero_advantage=False",  # a session computes what it is given
         f"{policy}.loss_mode={loss}",
         *(f"{name}={value}" for name, value in keys.items()),
     )
