@@ -253,8 +253,8 @@ def two_steps(engine: Any, **limits: Any) -> str:
 @check
 def common_beginnings_are_computed_once() -> str:
     """Log-probs and gradients of groups that share their prompt, behind one system prompt, against separate rows; on a
-    GPU by the varlen kernel with more keys than queries, launched and as CUDA graphs. Twice the same differs as little as with
-    separate rows (the flash kernel's backward adds in any order); the sums of copies do not differ at all."""
+    GPU by the varlen kernel with more keys than queries, launched and as CUDA graphs. Twice the same differs as
+    little as with separate rows (the flash kernel's backward adds in any order); the sums of copies do not differ."""
     from verl.data.proto import DataProto
     from verl.engines.budget import MicroBatchSize
 
@@ -322,7 +322,7 @@ def sums_of_copies() -> str:
     expected.index_add_(0, copies.rows, weights.double())
     gap = float((found[0].double() - expected).abs().max() / expected.abs().max())
     require(torch.equal(found[0], found[1]), "two sums of the same copies differ")
-    require(gap < (5e-3 if torch.bfloat16 == DTYPE else 1e-6), f"the sums of copies differ by {gap}")
+    require(gap < (5e-3 if torch.bfloat16 == DTYPE else 1e-5), f"the sums of copies differ by {gap}")
     return f"sums of copies within {gap:.1e}"
 
 
