@@ -26,6 +26,7 @@ from verl.errors import RolloutError
 from verl.models.attention import AttentionCall
 from verl.rollout.base import FinishReason
 from verl.rollout.native.block_manager import Copy
+from verl.rollout.native.cpu_decoder import FEWEST, MOST, ColumnDecoder
 from verl.rollout.native.model import Backbone
 from verl.rollout.native.ops import dot_product_attention
 from verl.rollout.native.scheduler import Scheduler, Step
@@ -179,8 +180,8 @@ class CPURunner:
     """One block is one page: `table[0]` is a sequence's page."""
 
     def __init__(self, model: Any, cache: PageCache, stopper: Stopper) -> None:
-        self.backbone = Backbone(model)
         self.cache = cache
+        self.rebind(model)
         self.stopper = stopper
         self._settings: tuple[list[Sequence], SamplingBatch] | None = None
         self._drawn: tuple[list[Sequence], list[int], list[float]] = ([], [], [])
@@ -191,6 +192,7 @@ class CPURunner:
     def rebind(self, model: Any) -> None:
         """Continue with another module of the same architecture."""
         self.backbone = Backbone(model)
+        self.columns = ColumnDecoder.match(model, self.cache.page_size)
 
     def schedule(self, scheduler: Scheduler) -> Step:
         """What to compute now; running rows are adjacent in memory."""
@@ -248,7 +250,9 @@ class CPURunner:
         ends_BD: list[torch.Tensor] = []
         if ids:
             context = PagedAttention(self.cache, torch.tensor(slots), spans, segments)
-            hidden_ND = self.backbone.hidden(torch.tensor(ids), torch.tensor(positions), context)
+            few = FEWEST <= len(ids) <= MOST
+            layers = self.columns if few and self.columns is not None else self.backbone
+            hidden_ND = layers.hidden(torch.tensor(ids), torch.tensor(positions), context)
             ends_BD.append(hidden_ND[rows])
             for chunk, span in zip(step.chunks, spans, strict=True):
                 if chunk.kept:
