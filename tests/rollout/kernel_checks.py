@@ -12,8 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 sys.path.insert(0, str(Path(__file__).parent))
 
 from sampling_checks import boundary_rows, kept_by_definition, key_of, selection_rows
+from tiny_models import build_model
 
 from verl.rollout.base import SamplingParams
+from verl.rollout.native import model as model_code
 from verl.rollout.native.kernels import attention, layers, linear, rotary, sampling, selection
 from verl.rollout.native.ops import DecodeInputs, TorchOps, TritonOps
 from verl.rollout.sampling import SamplingBatch, apply_filters, sequence_key
@@ -239,6 +241,25 @@ if DEVICE.type == "cuda":
         "attention to eight bits", attention.decode_attention(*args), reference.decode_attention(*args), 1e-2
     )
     qkv_checks("eight bits", 6, 2, 64, HALF, inputs, None, False, 0.07, torch.float8_e4m3fn)
+
+# A whole step: the decoder with both kinds of operations, by the kernels of small models and by those of wide ones.
+contexts = [1, 0, 9, 25]
+for name, small in (("qwen2", 1024), ("qwen3", 1024), ("qwen3", 0)):
+    before, model_code.SMALL = model_code.SMALL, small
+    tiny = build_model(name).to(DEVICE).requires_grad_(False)
+    decoder = model_code.FusedDecoder.match(tiny, 64)
+    assert decoder is not None and decoder.small == (small > 0)
+    config = tiny.config
+    shape = (32, config.num_key_value_heads, 8, decoder.rope[0].shape[1])
+    hidden, written = [], []
+    for ops in (TritonOps(), reference):
+        caches = [tuple(randn(*shape, dtype=torch.float32, seed=s) for s in (1, 2)) for _ in decoder.layers]
+        hidden.append(decoder.decode(ops, rows_of(contexts, 8, 32), caches))
+        written.append(torch.stack([torch.stack(cache)[:, :-1] for cache in caches]))
+    on = torch.tensor([context > 0 for context in contexts], device=DEVICE)
+    check(f"a step of {name} small {small > 0}", hidden[0][on], hidden[1][on], 1e-4)
+    check(f"cache of {name} small {small > 0}", written[0], written[1], 1e-4)
+    model_code.SMALL = before
 
 # Head sizes that are no power of two (Phi-2, Phi-3, OpenLLaMA, Danube), values narrower than keys (latent attention).
 for key_size, value_size in ((80, 80), (96, 96), (100, 100), (120, 120), (24, 12), (192, 128)):
