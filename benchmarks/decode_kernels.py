@@ -170,7 +170,6 @@ class Products:
         self._turn = 0
         self.x = torch.randn(rows, shape.hidden, **half)
         self.norm = torch.ones(shape.hidden, **half), 1e-5
-        self.stream = self.x, torch.rand(rows, 9, device="cuda")
         self.mixed = torch.randn(rows, wide[0], **half)
         self.gated = torch.randn(rows, shape.inner, **half)
         made = AttentionRows(shape, rows)
@@ -182,8 +181,8 @@ class Products:
         return [self._layers[self._turn][name] for name in names]
 
 
-def _product_calls(made: Products, name: str) -> tuple[Callable[[], object], Callable[[Any], object]]:
-    """One product by the library with the kernels around it, and ours with some settings."""
+def _product_calls(made: Products, name: str) -> tuple[Callable[[], object], Callable[[Any], object] | None]:
+    """One product by the library with the kernels around it, and ours with some settings, where there is one."""
     x, norm = made.x, made.norm
 
     def library_qkv() -> object:
@@ -198,21 +197,18 @@ def _product_calls(made: Products, name: str) -> tuple[Callable[[], object], Cal
 
     def ours_qkv(config: Any) -> object:
         linears = made.of("q", "k", "v")
-        return linear.norm_qkv_rotary(
-            made.stream, norm, linears, made.cache, made.rope, made.inputs, None, config
-        )
+        normed = layers.add_rms_norm(x, x, *norm)[0]
+        return linear.qkv_rotary(normed, linears, made.cache, made.rope, made.inputs, None, config)
+
+    def ours_gate(config: Any) -> object:
+        return linear.gated_linear(layers.add_rms_norm(x, x, *norm)[0], *made.of("gate", "up"), config)
 
     if name == "qkv":
         return library_qkv, ours_qkv
     if name == "gate":
-        return library_gate, lambda config: linear.norm_gated(
-            made.stream, norm, *made.of("gate", "up"), config
-        )
+        return library_gate, ours_gate
     given = made.mixed if name == "o" else made.gated
-    return (
-        lambda: torch.nn.functional.linear(given, made.of(name)[0].weight),
-        lambda config: linear.linear_add(given, made.of(name)[0], x, config),
-    )
+    return lambda: torch.nn.functional.linear(given, made.of(name)[0].weight), None
 
 
 def product_calls(name: str) -> Callable[..., Iterator[Timed]]:
@@ -221,14 +217,14 @@ def product_calls(name: str) -> Callable[..., Iterator[Timed]]:
             return
         library, ours = _product_calls(Products(shape, rows), name)
         yield "library", library
-        for settings in [None, *TILES]:
+        for settings in [None, *TILES] if ours is not None else []:
             yield label_of(settings), lambda given=settings: ours(given)
 
     return calls
 
 
 def layer_calls(shape: Shape, rows: int, before: Any, splits: int) -> Iterator[Timed]:
-    """The five kernels of a small model's layer, one after the other; "early": each starts while the one before it
+    """The kernels of a small model's layer, one after the other; "early": each starts while the one before it
     still runs."""
     if shape.hidden > 1024:
         return
@@ -237,14 +233,15 @@ def layer_calls(shape: Shape, rows: int, before: Any, splits: int) -> Iterator[T
     def layer(early: bool) -> object:
         launch.EARLY = early
         try:
-            q = linear.norm_qkv_rotary(
-                made.stream, made.norm, made.of("q", "k", "v"), made.cache, made.rope, made.inputs, None
-            )
+            normed, residual = layers.add_rms_norm(made.x, made.x, *made.norm)
+            rotated = (made.cache, made.rope, made.inputs, None)
+            q = linear.qkv_rotary(normed, made.of("q", "k", "v"), *rotated)
             rest = (shape.dim**-0.5, None, None, splits)
             mixed = attention.decode_attention(q, made.cache, made.inputs, *rest).flatten(1)
-            stream = linear.linear_add(mixed, made.of("o")[0], made.x)
-            gated = linear.norm_gated(stream, made.norm, *made.of("gate", "up"))
-            return linear.linear_add(gated, made.of("down")[0], stream[0])
+            mixed = torch.nn.functional.linear(mixed, made.of("o")[0].weight)
+            normed = layers.add_rms_norm(mixed, residual, *made.norm)[0]
+            gated = linear.gated_linear(normed, *made.of("gate", "up"))
+            return torch.nn.functional.linear(gated, made.of("down")[0].weight)
         finally:
             launch.EARLY = False
 

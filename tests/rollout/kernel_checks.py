@@ -12,8 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 sys.path.insert(0, str(Path(__file__).parent))
 
 from sampling_checks import boundary_rows, kept_by_definition, key_of, selection_rows
+from tiny_models import build_model
 
 from verl.rollout.base import SamplingParams
+from verl.rollout.native import model as model_code
 from verl.rollout.native.kernels import attention, layers, linear, prompt, rotary, sampling, selection
 from verl.rollout.native.ops import DecodeInputs, TorchOps, TritonOps
 from verl.rollout.sampling import SamplingBatch, apply_filters, sequence_key
@@ -68,11 +70,9 @@ def qkv_checks(
     tolerance: float,
     stored: torch.dtype | None = None,
 ) -> None:
-    """Norm, product, rotation and cache write in one kernel."""
+    """Product, rotation and cache write in one kernel."""
     rows, block_size, hidden = len(inputs.positions), 8, 72
     x = randn(rows, hidden, dtype=dtype)
-    # Two sums of squares for each row, as if two tiles had written it.
-    squares = torch.stack([half.float().square().sum(-1) for half in x.chunk(2, 1)], 1)
     linears = tuple(
         linear_layer(hidden, n * dim, bias, dtype, s) for s, n in enumerate((heads, kv_heads, kv_heads))
     )
@@ -83,14 +83,13 @@ def qkv_checks(
         for _ in range(2)
     ]
     inputs = rows_of([int(p) + 1 if a else 0 for p, a in zip(*inputs[1:3], strict=True)], block_size, 64)
-    norm = randn(hidden, dtype=dtype), 1e-5
     ours, theirs = (
-        ops.norm_qkv_rotary((x, squares), norm, linears, cache, rope, inputs, norms)
+        ops.qkv_rotary(x, linears, cache, rope, inputs, norms)
         for ops, cache in zip((linear, reference), caches, strict=True)
     )
-    check(f"norm, qkv and rotary {name}", ours, theirs, tolerance)
+    check(f"qkv and rotary {name}", ours, theirs, tolerance)
     for what, mine, other in zip(("keys", "values"), *caches, strict=True):
-        check(f"norm, qkv and rotary {name}: {what}", mine[:-1], other[:-1], tolerance)
+        check(f"qkv and rotary {name}: {what}", mine[:-1], other[:-1], tolerance)
 
 
 # The interpreter truncates to bfloat16 instead of rounding; float16 stands in for it there.
@@ -137,17 +136,10 @@ for dtype, tolerance in ((torch.float32, 2e-5), (HALF, 1e-2)):
             check("fp8 product", TritonOps().scaled_product(*args), reference.scaled_product(*args), 2e-2)
 
     for rows in (3, 20, 40):
-        x, residual = (randn(rows, 72, dtype=dtype, seed=s) * 0.3 for s in range(2))
-        stream, norm = reference.linear_add(x, linear_layer(72, 72, True, dtype), residual), (weight[0], 1e-5)
-        for depth, bias in ((72, True), (140, False)):
-            layer, wide = linear_layer(depth, 72, bias, dtype), randn(rows, depth, dtype=dtype)
-            ours, theirs = (ops.linear_add(wide, layer, residual) for ops in (linear, reference))
-            check(f"linear and residual {kind} {rows}", ours[0], theirs[0], tolerance)
-            squares = ours[0].double().square().sum(-1)
-            check(f"squares of rows {kind} {rows}", ours[1].sum(-1) / squares, squares / squares, 1e-5)
+        x = randn(rows, 72, dtype=dtype) * 0.3
         gate, up = linear_layer(72, 40, False, dtype), linear_layer(72, 40, False, dtype, seed=1)
-        args = (stream, norm, gate, up)
-        check(f"gated linear {kind} {rows}", linear.norm_gated(*args), reference.norm_gated(*args), tolerance)
+        ours, theirs = (ops.gated_linear(x, gate, up) for ops in (linear, reference))
+        check(f"gated linear {kind} {rows}", ours, theirs, tolerance)
 
     for heads, kv_heads, dim, block_size in ((3, 1, 16, 4), (6, 3, 32, 8)):
         contexts = [1, 0, 9, 31]
@@ -246,6 +238,25 @@ if DEVICE.type == "cuda":
     )
     qkv_checks("eight bits", 6, 2, 64, HALF, inputs, None, False, 0.07, torch.float8_e4m3fn)
 
+# A whole step: the decoder with both kinds of operations, by the kernels of small models and by those of wide ones.
+contexts = [1, 0, 9, 25]
+for name, small in (("qwen2", 1024), ("qwen3", 1024), ("qwen3", 0)):
+    before, model_code.SMALL = model_code.SMALL, small
+    tiny = build_model(name).to(DEVICE).requires_grad_(False)
+    decoder = model_code.FusedDecoder.match(tiny, 64)
+    assert decoder is not None and decoder.small == (small > 0)
+    config = tiny.config
+    shape = (32, config.num_key_value_heads, 8, decoder.rope[0].shape[1])
+    hidden, written = [], []
+    for ops in (TritonOps(), reference):
+        caches = [tuple(randn(*shape, dtype=torch.float32, seed=s) for s in (1, 2)) for _ in decoder.layers]
+        hidden.append(decoder.decode(ops, rows_of(contexts, 8, 32), caches))
+        written.append(torch.stack([torch.stack(cache)[:, :-1] for cache in caches]))
+    on = torch.tensor([context > 0 for context in contexts], device=DEVICE)
+    check(f"a step of {name} small {small > 0}", hidden[0][on], hidden[1][on], 1e-4)
+    check(f"cache of {name} small {small > 0}", written[0], written[1], 1e-4)
+    model_code.SMALL = before
+
 # Head sizes that are no power of two (Phi-2, Phi-3, OpenLLaMA, Danube), values narrower than keys (latent attention).
 for key_size, value_size in ((80, 80), (96, 96), (100, 100), (120, 120), (24, 12), (192, 128)):
     heads, kv_heads, block_size, kind = 4, 2, 8, f"{key_size}/{value_size}"
@@ -284,16 +295,16 @@ for key_size, value_size in ((80, 80), (96, 96), (100, 100), (120, 120), (24, 12
             qkv_checks(kind, heads, kv_heads, key_size, torch.float32, inputs, norms, True, 2e-5)
 
 # A float32 input and half-precision weights: float32 throughout.
-x, norm = randn(5, 72, dtype=torch.float32), (randn(72, dtype=HALF), 1e-5)
+x = randn(5, 72, dtype=torch.float32)
 layers_of = [[linear_layer(72, 48, False, HALF, seed=s) for s in range(2)]]
 layers_of.append([linear_layer(72, 48, False, torch.float32, seed=s) for s in range(2)])
 for half, full in zip(*layers_of, strict=True):
     full.weight.copy_(half.weight)
-stream = x, x.square().sum(-1, keepdim=True)
-ours = linear.norm_gated(stream, norm, *layers_of[0])
-check("gated linear mixed", ours, reference.norm_gated(stream, (norm[0].float(), 1e-5), *layers_of[1]), 2e-5)
-ours = linear.linear_add(x, layers_of[0][0], x[:, :48].contiguous())[0]
-check("linear mixed", ours, reference.linear_add(x, layers_of[1][0], x[:, :48])[0], 2e-5)
+check(
+    "gated linear mixed",
+    *(ops.gated_linear(x, *each) for ops, each in zip((linear, reference), layers_of, strict=True)),
+    2e-5,
+)
 
 for vocab in (97, 5000):
     rows = 40

@@ -226,6 +226,6 @@ def test_wide_layers_use_separate_products(tiny: Callable[..., Any], monkeypatch
     )
     monkeypatch.setattr(native_model, "SMALL", 0)
     called = []
-    monkeypatch.setattr(TorchOps, "linear_add", lambda *args: called.append(args))
+    monkeypatch.setattr(TorchOps, "gated_linear", lambda *args: called.append(args))
     found = tokens(NativeRollout(model, None, Limits(), on_device=True, verify=False), asked(temperature=0))
     assert found == expected and not called

@@ -121,11 +121,15 @@ class PlainProducts:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The MLP's output for the norm of x + residual, and that sum."""
         normed, total = ops.add_rms_norm(x, residual, *norm)
-        return _linear(self.down, ops.silu_mul(_linear(self.gate, normed), _linear(self.up, normed))), total
+        if self.small:
+            gated = ops.gated_linear(normed, self.gate, self.up)
+        else:
+            gated = ops.silu_mul(_linear(self.gate, normed), _linear(self.up, normed))
+        return _linear(self.down, gated), total
 
     @property
     def small(self) -> bool:
-        """Whether every product of the layer is one kernel with what stands around it."""
+        """Whether products are one kernel with what follows them."""
         biases = {layer.bias is None for layer in (self.q, self.k, self.v)}
         gated = self.gate.bias is None and self.up.bias is None
         return self.q.in_features <= SMALL and len(biases) == 1 and gated
@@ -232,7 +236,6 @@ class FusedDecoder(Backbone):
     def __init__(self, model: Any, layers: list[FusedLayer], max_length: int) -> None:
         super().__init__(model)
         self.layers = layers
-        self.small = all(isinstance(x.products, PlainProducts) and x.products.small for x in layers)
         self.eps = float(model.config.rms_norm_eps)
         # The module's own code computes the tables, so that every kind of static scaling is right.
         weight = model.get_input_embeddings().weight
@@ -283,20 +286,16 @@ class FusedDecoder(Backbone):
         """[M, D] hidden states of the rows' tokens; their keys and values are written to the caches."""
         x = F.embedding(inputs.tokens, self.model.get_input_embeddings().weight)
         residual: torch.Tensor | None = None
-        stream = x, x.float().square().sum(-1, keepdim=True) if self.small else x
         for layer, cache in zip(self.layers, caches, strict=True):
             products = layer.products
-            if self.small and isinstance(products, PlainProducts):  # five kernels a layer
-                norm, linears = (layer.input_norm, self.eps), (products.q, products.k, products.v)
-                q = ops.norm_qkv_rotary(stream, norm, linears, cache, self.rope, inputs, layer.norms)
-                mixed = ops.decode_attention(q, cache, inputs, layer.scale, layer.window, None)
-                stream = ops.linear_add(mixed.flatten(1), products.out, stream[0])
-                gated = ops.norm_gated(stream, (layer.output_norm, self.eps), products.gate, products.up)
-                stream = ops.linear_add(gated, products.down, stream[0])
-                x = stream[0]
-                continue
-            qkv, residual = products.qkv(ops, x, residual, (layer.input_norm, self.eps))
-            q = ops.rotary_cache(qkv, cache, self.rope, inputs, layer.norms)
+            norm = (layer.input_norm, self.eps)
+            if isinstance(products, PlainProducts) and products.small:
+                normed, residual = ops.add_rms_norm(x, residual, *norm)
+                linears = (products.q, products.k, products.v)
+                q = ops.qkv_rotary(normed, linears, cache, self.rope, inputs, layer.norms)
+            else:
+                qkv, residual = products.qkv(ops, x, residual, norm)
+                q = ops.rotary_cache(qkv, cache, self.rope, inputs, layer.norms)
             mixed = ops.decode_attention(q, cache, inputs, layer.scale, layer.window, None)
             x = products.o(ops, mixed.flatten(1))
             x, residual = products.mlp(ops, x, residual, (layer.output_norm, self.eps))

@@ -82,31 +82,16 @@ class TorchOps:
         total = x if residual is None else x + residual
         return _rms_norm(total, weight, eps), total
 
-    def norm_qkv_rotary(
-        self,
-        stream: Pair,
-        norm: Norm,
-        layers: Linears,
-        cache: Pair,
-        rope: Pair,
-        rows: DecodeInputs,
-        norms: Norms,
+    def qkv_rotary(
+        self, x: Tensor, layers: Linears, cache: Pair, rope: Pair, rows: DecodeInputs, norms: Norms
     ) -> Tensor:
-        """The three layers' outputs for the normed stream (its rows, and sums of their squares), then
-        `rotary_cache`."""
-        normed = _rms_norm(stream[0], *norm)
-        qkv = [F.linear(normed, layer.weight, layer.bias) for layer in layers]
-        return self.rotary_cache((qkv[0], qkv[1], qkv[2]), cache, rope, rows, norms)
+        """The three layers' outputs, then `rotary_cache`."""
+        q, k, v = (F.linear(x, layer.weight, layer.bias) for layer in layers)
+        return self.rotary_cache((q, k, v), cache, rope, rows, norms)
 
-    def norm_gated(self, stream: Pair, norm: Norm, gate: nn.Linear, up: nn.Linear) -> Tensor:
-        """silu(gate) * up of the normed stream."""
-        normed = _rms_norm(stream[0], *norm)
-        return self.silu_mul(F.linear(normed, gate.weight), F.linear(normed, up.weight))
-
-    def linear_add(self, x: Tensor, layer: nn.Linear, residual: Tensor) -> Pair:
-        """The layer's output added to the residual, and the sums of the squares of its rows, [M, parts]."""
-        total = F.linear(x, layer.weight, layer.bias) + residual
-        return total, total.float().square().sum(-1, keepdim=True)
+    def gated_linear(self, x: Tensor, gate: nn.Linear, up: nn.Linear) -> Tensor:
+        """silu(gate) * up."""
+        return self.silu_mul(F.linear(x, gate.weight), F.linear(x, up.weight))
 
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         return F.silu(gate) * up
@@ -253,9 +238,8 @@ class TritonOps:
         self.quantise_rows = layers.quantise_rows
         self.quantised_norm = layers.quantised_norm
         self.quantised_silu_mul = layers.quantised_silu_mul
-        self.norm_qkv_rotary = linear.norm_qkv_rotary
-        self.norm_gated = linear.norm_gated
-        self.linear_add = linear.linear_add
+        self.qkv_rotary = linear.qkv_rotary
+        self.gated_linear = linear.gated_linear
         self.rotary_cache = rotary.rotary_cache
         self.rotary_prompt = prompt.rotary_prompt
         self.write_cache = rotary.write_cache

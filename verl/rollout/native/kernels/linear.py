@@ -1,15 +1,11 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The matrix products of small models' layers, each one kernel with what stands around it: the norm before the product,
-and rotation and cache write, gated activation, or residual addition after it.
+"""The matrix products of small models' layers that are one kernel with what follows: rotation and cache write, or the
+gated activation.
 
 The weights stay where the module has them; a program finds out from its id which of them it reads. They may have
 another type than the input, which decides the precision (`float32_arithmetic` widens inputs only). Worth it
-for small models, where a product takes little longer than its launch; large ones use the vendor's library.
-
-A kernel that writes the residual stream leaves, for each of its tiles, the sum of the squares of every row; the next
-kernel adds these sums up to the row's norm. Rounding is that of the separate operations: the stream after the product
-and after the addition, the normed row before and after its weight, the product before rotation or activation. Only the
-order in which squares are summed differs.
+for small models, where a product takes little longer than its launch; large ones use the vendor's library. Rounding is
+that of the separate operations.
 """
 
 from __future__ import annotations
@@ -26,28 +22,13 @@ from verl.rollout.native.kernels.rotary import _head_norm, _rotate, _stored
 if TYPE_CHECKING:
     from verl.rollout.native.ops import DecodeInputs
 
-_PARTS = tl.constexpr(32)
-"""At most this many sums of squares belong to a row."""
-
-
-@triton.jit
-def _row_scales(squares_ptr, parts, row_offsets, rows_mask, width, eps):
-    """[BM]: what the norm multiplies each row by."""
-    columns = tl.arange(0, _PARTS)
-    squares = tl.load(
-        squares_ptr + row_offsets[:, None] * parts + columns[None, :],
-        mask=rows_mask[:, None] & (columns < parts)[None, :],
-        other=0.0,
-    )
-    return 1.0 / tl.sqrt(tl.sum(squares, 1) / width + eps)
-
 
 @triton.jit
 def _two_products(
-    x_ptr, x_stride, inner, row_offsets, rows_mask, scales, norm_ptr, first_ptr, second_ptr, first_columns,
-    second_columns, width, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr
+    x_ptr, x_stride, inner, row_offsets, rows_mask, first_ptr, second_ptr, first_columns, second_columns, width,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """Two [BM, BN] in float32: normed rows of x times rows of two weights [width, inner]."""
+    """Two [BM, BN] in float32: rows of x times rows of two weights [width, inner]."""
     first = tl.zeros([BM, BN], tl.float32)
     second = tl.zeros([BM, BN], tl.float32)
     for start in range(0, inner, BK):
@@ -58,25 +39,22 @@ def _two_products(
             mask=rows_mask[:, None] & k_mask[None, :],
             other=0.0,
         )
-        norm = tl.load(norm_ptr + k, mask=k_mask, other=0.0).to(tl.float32)
-        normed = (x.to(tl.float32) * scales[:, None]).to(x.dtype).to(tl.float32)
-        normed = (norm[None, :] * normed).to(x.dtype)
         first_mask = (first_columns < width)[None, :] & k_mask[:, None]
         second_mask = (second_columns < width)[None, :] & k_mask[:, None]
         first_w = tl.load(first_ptr + first_columns[None, :] * inner + k[:, None], mask=first_mask, other=0.0)
         second_w = tl.load(
             second_ptr + second_columns[None, :] * inner + k[:, None], mask=second_mask, other=0.0
         )
-        first = tl.dot(normed, first_w.to(x.dtype), first, input_precision=PRECISION)
-        second = tl.dot(normed, second_w.to(x.dtype), second, input_precision=PRECISION)
+        first = tl.dot(x, first_w.to(x.dtype), first, input_precision=PRECISION)
+        second = tl.dot(x, second_w.to(x.dtype), second, input_precision=PRECISION)
     return first, second
 
 
-@triton.jit(do_not_specialize=["rows", "parts"])
-def _norm_qkv_rotary(
-    x_ptr, squares_ptr, norm_ptr, wq_ptr, wk_ptr, wv_ptr, bq_ptr, bk_ptr, bv_ptr, q_out_ptr, keys_ptr, values_ptr,
+@triton.jit(do_not_specialize=["rows"])
+def _qkv_rotary(
+    x_ptr, wq_ptr, wk_ptr, wv_ptr, bq_ptr, bk_ptr, bv_ptr, q_out_ptr, keys_ptr, values_ptr,
     cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, positions_ptr, active_ptr, table_ptr,
-    rows, parts, inner, x_stride, table_stride, trash, eps, head_eps,
+    rows, inner, x_stride, table_stride, trash, head_eps,
     HEADS: tl.constexpr, KV: tl.constexpr, HALF: tl.constexpr, HALF_UP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BIAS: tl.constexpr, HEAD_NORM: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
     EARLY: tl.constexpr
@@ -107,10 +85,9 @@ def _norm_qkv_rotary(
     width = base + DIM
     first_columns = tl.where(inside, base + columns, width)
     second_columns = tl.where(inside, base + HALF + columns, width)
-    scales = _row_scales(squares_ptr, parts, row_offsets, rows_mask, inner, eps)
     first, second = _two_products(
-        x_ptr, x_stride, inner, row_offsets, rows_mask, scales, norm_ptr, w_ptr, w_ptr, first_columns,
-        second_columns, width, BM, HALF_UP, BK, PRECISION
+        x_ptr, x_stride, inner, row_offsets, rows_mask, w_ptr, w_ptr, first_columns, second_columns, width,
+        BM, HALF_UP, BK, PRECISION
     )  # fmt: skip
     dtype: tl.constexpr = q_out_ptr.dtype.element_ty
     if BIAS:
@@ -150,18 +127,17 @@ def _norm_qkv_rotary(
             tl.store(values_ptr + offsets + HALF, stored_second, mask=mask)
 
 
-@triton.jit(do_not_specialize=["rows", "parts"])
-def _norm_gated(
-    x_ptr, squares_ptr, norm_ptr, gate_ptr, up_ptr, out_ptr, rows, parts, inner, x_stride, width, eps,
+@triton.jit(do_not_specialize=["rows"])
+def _gated_linear(
+    x_ptr, gate_ptr, up_ptr, out_ptr, rows, inner, x_stride, width,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
     wait_for_inputs(EARLY)
     row_offsets = (tl.program_id(1) * BM + tl.arange(0, BM)).to(tl.int64)
     rows_mask = row_offsets < rows
     columns = tl.program_id(0) * BN + tl.arange(0, BN)
-    scales = _row_scales(squares_ptr, parts, row_offsets, rows_mask, inner, eps)
     gate, up = _two_products(
-        x_ptr, x_stride, inner, row_offsets, rows_mask, scales, norm_ptr, gate_ptr, up_ptr, columns, columns, width,
+        x_ptr, x_stride, inner, row_offsets, rows_mask, gate_ptr, up_ptr, columns, columns, width,
         BM, BN, BK, PRECISION
     )  # fmt: skip
     dtype: tl.constexpr = out_ptr.dtype.element_ty
@@ -172,47 +148,6 @@ def _norm_gated(
     tl.store(target, out, mask=rows_mask[:, None] & (columns < width)[None, :])
 
 
-@triton.jit(do_not_specialize=["rows"])
-def _linear_add(
-    x_ptr, w_ptr, bias_ptr, residual_ptr, out_ptr, squares_ptr, rows, inner, x_stride, width,
-    BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
-    EARLY: tl.constexpr
-):  # fmt: skip
-    wait_for_inputs(EARLY)
-    row_offsets = (tl.program_id(1) * BM + tl.arange(0, BM)).to(tl.int64)
-    rows_mask = row_offsets < rows
-    columns = tl.program_id(0) * BN + tl.arange(0, BN)
-    acc = tl.zeros([BM, BN], tl.float32)
-    for start in range(0, inner, BK):
-        k = start + tl.arange(0, BK)
-        k_mask = k < inner
-        x = tl.load(
-            x_ptr + row_offsets[:, None] * x_stride + k[None, :],
-            mask=rows_mask[:, None] & k_mask[None, :],
-            other=0.0,
-        )
-        w_mask = (columns < width)[None, :] & k_mask[:, None]
-        w = tl.load(w_ptr + columns[None, :] * inner + k[:, None], mask=w_mask, other=0.0)
-        acc = tl.dot(x, w.to(x.dtype), acc, input_precision=PRECISION)
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
-    if BIAS:
-        acc += tl.load(bias_ptr + columns, mask=columns < width, other=0.0).to(tl.float32)[None, :]
-    mask = rows_mask[:, None] & (columns < width)[None, :]
-    offsets = row_offsets[:, None] * width + columns[None, :]
-    residual = tl.load(residual_ptr + offsets, mask=mask, other=0.0)
-    total = (acc.to(dtype).to(tl.float32) + residual.to(tl.float32)).to(dtype)
-    tl.store(out_ptr + offsets, total, mask=mask)
-    value = tl.where(mask, total.to(tl.float32), 0.0)
-    part = row_offsets * tl.num_programs(0) + tl.program_id(0)
-    tl.store(squares_ptr + part, tl.sum(value * value, 1), mask=rows_mask)
-
-
-Stream = tuple[torch.Tensor, torch.Tensor]
-"""The residual stream [M, D], and sums of squares of its rows, [M, parts]."""
-Norm = tuple[torch.Tensor, float]
-"""Weight and epsilon of a norm."""
-
-
 def tiles(rows: int) -> dict[str, int]:
     """Tile sizes by batch: few rows read weights in narrow strips, many rows reuse them."""
     if rows <= 16:
@@ -221,7 +156,9 @@ def tiles(rows: int) -> dict[str, int]:
         return {"BM": 32, "BN": 32, "BK": 128, "num_warps": 4, "num_stages": 4}
     if rows <= 128:
         return {"BM": 64, "BN": 32, "BK": 64, "num_warps": 4, "num_stages": 4}
-    return {"BM": 64, "BN": 64, "BK": 64, "num_warps": 4, "num_stages": 3}
+    if rows <= 512:
+        return {"BM": 64, "BN": 64, "BK": 64, "num_warps": 4, "num_stages": 4}
+    return {"BM": 128, "BN": 64, "BK": 64, "num_warps": 4, "num_stages": 4}
 
 
 def _settings(x: torch.Tensor, config: dict[str, int] | None) -> dict[str, Any]:
@@ -232,9 +169,8 @@ def _settings(x: torch.Tensor, config: dict[str, int] | None) -> dict[str, Any]:
     return {**chosen, "BK": chosen["BK"] // 2, "PRECISION": "ieee"}
 
 
-def norm_qkv_rotary(
-    stream: Stream,
-    norm: Norm,
+def qkv_rotary(
+    x: torch.Tensor,
     layers: tuple[torch.nn.Linear, torch.nn.Linear, torch.nn.Linear],
     cache: tuple[torch.Tensor, torch.Tensor],
     rope: tuple[torch.Tensor, torch.Tensor],
@@ -242,9 +178,9 @@ def norm_qkv_rotary(
     head_norms: tuple[torch.Tensor, torch.Tensor, float] | None,
     config: dict[str, int] | None = None,
 ) -> torch.Tensor:
-    """Queries, keys and values of the normed stream; queries and keys normed by head and rotated, keys and values
-    written to the cache; the queries [M, heads, dim]."""
-    (x, squares), (keys, values), (cos, sin) = stream, cache, rope
+    """Queries, keys and values of x [M, D]; queries and keys normed by head and rotated, keys and values written to the
+    cache; the queries [M, heads, dim]."""
+    (keys, values), (cos, sin) = cache, rope
     _, positions, active, table = inputs[:4]
     blocks, kv_heads, block_size, dim = keys.shape
     rows, inner = x.shape
@@ -255,10 +191,10 @@ def norm_qkv_rotary(
     settings = _settings(x, config)
     del settings["BN"]  # a head
     q_out = torch.empty(rows, heads, dim, dtype=x.dtype, device=x.device)
-    _norm_qkv_rotary[(heads + 2 * kv_heads, triton.cdiv(rows, settings["BM"]))](
-        *(x, squares, norm[0], *weights, *(biases or weights), q_out, keys, values),
+    _qkv_rotary[(heads + 2 * kv_heads, triton.cdiv(rows, settings["BM"]))](
+        *(x, *weights, *(biases or weights), q_out, keys, values),
         *(cos, sin, q_norm, k_norm, positions, active, table),
-        *(rows, squares.shape[1], inner, x.stride(0), table.stride(0), blocks - 1, norm[1], head_eps),
+        *(rows, inner, x.stride(0), table.stride(0), blocks - 1, head_eps),
         HEADS=heads,
         KV=kv_heads,
         HALF=dim // 2,
@@ -273,42 +209,14 @@ def norm_qkv_rotary(
     return q_out
 
 
-def norm_gated(
-    stream: Stream,
-    norm: Norm,
-    gate: torch.nn.Linear,
-    up: torch.nn.Linear,
-    config: dict[str, int] | None = None,
+def gated_linear(
+    x: torch.Tensor, gate: torch.nn.Linear, up: torch.nn.Linear, config: dict[str, int] | None = None
 ) -> torch.Tensor:
-    """[M, D] -> [M, width]: silu(n gate^T) * (n up^T) of the normed stream n."""
-    x, squares = stream
+    """[M, D] -> [M, width]: silu(x gate^T) * (x up^T)."""
     rows, inner = x.shape
     width = gate.out_features
     settings = _settings(x, config)
     out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     grid = (triton.cdiv(width, settings["BN"]), triton.cdiv(rows, settings["BM"]))
-    _norm_gated[grid](
-        *(x, squares, norm[0], gate.weight, up.weight, out),
-        *(rows, squares.shape[1], inner, x.stride(0), width, norm[1]),
-        **settings,
-    )
+    _gated_linear[grid](x, gate.weight, up.weight, out, rows, inner, x.stride(0), width, **settings)
     return out
-
-
-def linear_add(
-    x: torch.Tensor, layer: torch.nn.Linear, residual: torch.Tensor, config: dict[str, int] | None = None
-) -> Stream:
-    """The layer's output for x [M, inner] plus the residual [M, D]: the new stream."""
-    rows, inner = x.shape
-    width = layer.out_features
-    settings = _settings(x, config)
-    grid = (triton.cdiv(width, settings["BN"]), triton.cdiv(rows, settings["BM"]))
-    out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
-    squares = torch.empty(rows, grid[0], dtype=torch.float32, device=x.device)
-    _linear_add[grid](
-        *(x, layer.weight, layer.weight if layer.bias is None else layer.bias, residual, out, squares),
-        *(rows, inner, x.stride(0), width),
-        BIAS=layer.bias is not None,
-        **settings,
-    )
-    return out, squares
