@@ -166,6 +166,24 @@ def test_more_samples_than_rows_compute_each_prompt_once_in_full_passes(tiny: An
     assert found == answered(NativeRollout(model, None, unlimited, True, verify=False), requests)
 
 
+@pytest.mark.parametrize("sampling", [{"repetition_penalty": 1.4}, {"top_p": 0.8, "temperature": 0.7}, {}])
+@pytest.mark.parametrize("limits", [{}, {"dtype": "fp8"}])
+def test_samples_of_kept_prompts_draw_as_all_at_once(
+    sampling: dict[str, float], limits: dict[str, str], tiny: Any
+) -> None:
+    model = tiny("qwen3", num_hidden_layers=1)
+    requests = [
+        replace(request, sampling=replace(request.sampling, max_tokens=3 + 4 * index, **sampling))
+        for index, request in enumerate(mixed_group_requests(4, 5))
+    ]
+    few, many = (
+        NativeRollout(model, None, Limits(max_num_seqs=rows, **limits), on_device=True, verify=False)
+        for rows in (3, 64)
+    )
+    assert answered(few, requests) == answered(many, requests)
+    assert few.stats().prompts == 4
+
+
 def test_late_samples_start_in_groups() -> None:
     """Rows end one after the other, of 64 about three between two polls: without groups there are over 20 starts."""
     rng = random.Random(0)

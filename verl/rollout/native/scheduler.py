@@ -131,10 +131,13 @@ class Scheduler:
             # Only full blocks are shared: a block that a sequence writes to stays its own.
             due = [sequence for sequence in due if sequence.computed + lookahead > sequence.writable]
         plenty = self.prompts_apart and self.blocks.free * size > 2 * _GROWTH * len(self.running)
-        wanted = max(lookahead, _GROWTH) if plenty else lookahead
-        for sequence in due:
+        for at, sequence in enumerate(due):
             if sequence.status is not Status.RUNNING:
                 break  # the youngest are preempted first: so are all that follow
+            wanted = lookahead
+            if plenty:
+                # Sequences that start together begin with different numbers of blocks: they do not all grow at once.
+                wanted = max(_GROWTH if sequence.writable else _GROWTH * (1 + at % 4) // 4, lookahead)
             length = sequence.computed + 1
             length = max(min(length + wanted - 1, sequence.max_length - 1), length)
             copies = self.blocks.grow(sequence, length)
