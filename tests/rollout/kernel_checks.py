@@ -244,7 +244,7 @@ for name, small in (("qwen2", 1024), ("qwen3", 1024), ("qwen3", 0)):
     before, model_code.SMALL = model_code.SMALL, small
     tiny = build_model(name).to(DEVICE).requires_grad_(False)
     decoder = model_code.FusedDecoder.match(tiny, 64)
-    assert decoder is not None and decoder.small == (small > 0)
+    assert decoder is not None and decoder.layers[0].products.small == (small > 0)
     config = tiny.config
     shape = (32, config.num_key_value_heads, 8, decoder.rope[0].shape[1])
     hidden, written = [], []

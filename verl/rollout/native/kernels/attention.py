@@ -272,7 +272,7 @@ def decode_attention(
     token_bytes = (dim_up + value_dim_up) * keys.element_size()
     if settings is None:
         tile, stages = tile_and_stages(token_bytes, 32)
-        settings = {"TILE": tile, "num_warps": 1, "num_stages": stages}
+        settings = {"TILE": tile, "num_warps": 1 if dim_up <= 128 else 4, "num_stages": stages}
     # A window moves with the row: what lies in it is not shared.
     shared_splits = _SHARED_SPLITS if inputs.shared is not None and window is None else 0
     shared_parts = parts_of(shared_splits)
