@@ -134,8 +134,9 @@ def test_a_new_session_takes_its_memory_after_the_last_one_gave_it_back(
 class FakeCuda:
     """The calls of torch.cuda a recording makes, with a capture that fails where it is told to."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, end_fails: int) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, end_fails: int = 0) -> None:
         self.current = "main"
+        self.free = 50
         self.capturing = False
         self.modes: list[str] = []
         self.left: list[str] = []
@@ -180,8 +181,8 @@ class FakeCuda:
             "graph_pool_handle": lambda: (0, 1),
             "current_stream": lambda device=None: Stream(None),
             "synchronize": lambda device=None: None,
-            "empty_cache": lambda: None,
-            "mem_get_info": lambda device=None: (1, 8),
+            "empty_cache": lambda: self.left.append("cache"),
+            "mem_get_info": lambda device=None: (self.free, 100),
         }
         for name, value in replaced.items():
             monkeypatch.setattr(torch.cuda, name, value)
@@ -190,6 +191,16 @@ class FakeCuda:
                 torch._C, name, lambda index, pool, name=name: self.left.append(name), raising=False
             )
         monkeypatch.setattr(vmm_buffer, "_BROKEN", [])
+
+
+@pytest.mark.parametrize("free", [5, 50])
+def test_a_capture_takes_memory_from_torch_only_where_little_is_free(
+    free: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = FakeCuda(monkeypatch)
+    cuda.free = free
+    vmm_buffer.GraphRecorder(torch.device("cuda")).record(lambda: None)
+    assert cuda.left == (["cache"] if free == 5 else [])
 
 
 @pytest.mark.parametrize("invalidated", [False, True])

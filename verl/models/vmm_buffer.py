@@ -189,6 +189,10 @@ _BROKEN: list[torch.cuda.CUDAGraph] = []
 """Graphs whose recording CUDA broke off. torch's allocator of pinned memory keeps asking them whether they record."""
 
 
+_PLENTY = 8
+"""This part of a device's memory, if free, is enough for a capture."""
+
+
 class GraphRecorder:
     """One pool and one stream: graphs share memory only when they are recorded on the same stream."""
 
@@ -210,9 +214,11 @@ class GraphRecorder:
                 # Triton compiles and cuBLAS allocates its workspace in this run: neither is allowed while capturing.
                 (warm_up or work)()
                 torch.cuda.synchronize(self._device)
+                # The pool of the graphs can only take what is free. Where plenty is, what torch holds stays with it:
+                # to free and allocate the memory of a training step again takes longer than the capture.
                 free, total = torch.cuda.mem_get_info(self._device)
-                if free < total // 4:
-                    torch.cuda.empty_cache()  # the pool of the graphs can only take what is free
+                if free < total // _PLENTY:
+                    torch.cuda.empty_cache()
                 # Threads of others (loading data, watching) may use the device meanwhile.
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
