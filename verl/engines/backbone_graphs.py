@@ -2,8 +2,8 @@
 
 A pass launches thousands of kernels; for few tokens each takes less time than its launch, and the device waits for the
 host. Packs are padded to a few sizes with sequences of their own, whose outputs are not read and whose gradients are
-therefore zero: results stay the same. A size is launched kernel by kernel when it is first met, and captured and
-replayed from then on, if its memory stays within a share of the device's. Both run the same kernels over the same
+therefore zero: results stay the same. A size is launched kernel by kernel when it is first and next met, and captured
+and replayed from then on, if its memory stays within a share of the device's. Both run the same kernels over the same
 shapes, so that results do not depend on what was captured before: a resumed run has the numbers of one that went on.
 Output head and loss are launched while the device works on the graph.
 """
@@ -34,6 +34,8 @@ host needs to launch its kernels, and a graph would only keep memory (49k tokens
 MEMORY_SHARE = 0.2
 """Of the device, that the graphs of one model may keep: what `verl.engines.budget` leaves free."""
 _MOST_SIZES = 128
+_LAUNCHED = 2
+"""Passes of a size before it is captured, which takes as long as several: many sizes are met once or twice."""
 _SHORTEST = 128
 
 
@@ -136,6 +138,7 @@ class _PaddedPass:
     """A pass over packs of one size: the tensors it reads and, once it is captured, both its graphs."""
 
     graphs: tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph] | None = None
+    launched: int = 0
     bytes: int = 0
     """That its activations take."""
 
@@ -187,6 +190,7 @@ class _PaddedPass:
         if self.graphs is not None:
             self.graphs[0].replay()
             return self._ends.hidden[:, : self.size.tokens]
+        self.launched += 1
         before = _allocated(self._device)
         hidden = self._forward()
         self.bytes, self.width, self.dtype = _allocated(self._device) - before, hidden.shape[2:], hidden.dtype
@@ -317,8 +321,9 @@ class BackboneGraphs:
         return hidden
 
     def _fits(self, padded: _PaddedPass) -> bool:
-        """Whether it may be captured. Graphs share their memory, so that the largest of them counts."""
-        return padded.bytes <= self._most_bytes and self.captured < _MOST_SIZES
+        """Whether it is to be captured. Graphs share their memory, so that the largest of them counts."""
+        common = padded.launched >= _LAUNCHED
+        return common and padded.bytes <= self._most_bytes and self.captured < _MOST_SIZES
 
     def _capture(self, padded: _PaddedPass) -> None:
         if self._recorder is None or self._ends is None:

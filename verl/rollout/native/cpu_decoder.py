@@ -1,7 +1,8 @@
 """The layers of the Llama family over few tokens on the CPU, with one column for each token.
 
 A weight [out, in] times columns [in, N] is the form in which the CPU's library multiplies few tokens fastest, and its
-result is the next product's input. A column is the same whatever the others are. No weight is copied.
+result is the next product's input. A column is the same whatever the others are, and the same as the modules' row where
+they have 16 tokens or more. No weight is copied.
 
 Shape suffixes: N tokens, E features (hidden, or those of heads or the MLP), H heads, D head size.
 """
@@ -26,8 +27,9 @@ def _product(layer: nn.Linear, x_EN: torch.Tensor) -> torch.Tensor:
 
 
 def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float, dim: int) -> torch.Tensor:
-    scale = torch.rsqrt(x.square().mean(dim, keepdim=True).add_(eps))
-    return (x * scale).mul_(weight[:, None])
+    # Summed over neighbours in memory, as the modules do it: in another order results would differ in the last bits.
+    scale = torch.rsqrt(x.movedim(dim, -1).contiguous().square().mean(-1).add_(eps))
+    return (x * scale.unsqueeze(dim)).mul_(weight[:, None])
 
 
 def _turned(x_HDN: torch.Tensor, cos_DN: torch.Tensor, sin_DN: torch.Tensor) -> torch.Tensor:
