@@ -196,11 +196,15 @@ for dtype, tolerance in ((torch.float32, 2e-5), (HALF, 1e-2)):
                     f"attention {kind} splits {splits} window {window} cap {softcap}", ours, theirs, tolerance
                 )
 
-        # Rows 1 to 4 share two blocks, the last two three others; row 0 shares none; two rows are not active.
-        contexts = [9, 2 * block_size + 1, 70, 0, 33, 0, 3 * block_size + 1]
+        # Rows 1 to 4 share twenty blocks (more than a tile), the last two three others; row 0 shares none; two rows are
+        # not active.
+        contexts = [9, 20 * block_size + 1, 23 * block_size, 0, 21 * block_size, 0, 3 * block_size + 1]
         inputs = rows_of(contexts, block_size, 6 * 40)
-        inputs.table[1:5, :2], inputs.table[5:, :3] = inputs.table[1, :2], inputs.table[5, :3].clone()
-        lengths = torch.tensor([0, *[2] * 4, 3, 3], dtype=torch.int32, device=DEVICE) * block_size
+        inputs.table[1:5, :20], inputs.table[5:, :3] = (
+            inputs.table[1, :20].clone(),
+            inputs.table[5, :3].clone(),
+        )
+        lengths = torch.tensor([0, *[20] * 4, 3, 3], dtype=torch.int32, device=DEVICE) * block_size
         keys, values = (randn(6 * 40, kv_heads, block_size, dim, dtype=dtype, seed=s) for s in (1, 2))
         q = randn(len(contexts), heads, dim, dtype=dtype)
         for sharing in ([[2, 0], [1, 4], [5, 2]], [[6, 0], *([row, 1] for row in range(1, 7))]):
