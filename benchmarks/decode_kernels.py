@@ -118,6 +118,7 @@ class AttentionRows:
         self.plain = DecodeInputs(positions, positions, torch.ones_like(positions), table.cuda())
         self.shared = self.plain._replace(
             shared=torch.tensor(shared, dtype=torch.int32, device="cuda"),
+            most_sharing=GROUP,
             sharing=torch.tensor(
                 [[rows // GROUP, 0], *([first, GROUP] for first in range(0, rows, GROUP))], dtype=torch.int32
             ).cuda(),

@@ -126,7 +126,7 @@ def products_of_wide_models_equal_the_reference_engine() -> str:
 @check
 def prompts_attended_to_together_equal_the_reference_engine() -> str:
     """Whatever the prompt's length; rows end and leave their group at different times."""
-    before, model_code._SHARED_BYTES = model_code._SHARED_BYTES, 1
+    before, model_code._LEAST_SHARED = model_code._LEAST_SHARED, 1
     try:
         model, asked = build_model("llama").to(DEVICE), requests(temperature=0.8, n=9)
         theirs = answers(HFRollout(model, None), asked)
@@ -136,7 +136,7 @@ def prompts_attended_to_together_equal_the_reference_engine() -> str:
             if engine.state.runner.graphs and not any(key[2] for key in engine.state.runner.graphs):
                 raise AssertionError("no step shares a prompt")
     finally:
-        model_code._SHARED_BYTES = before
+        model_code._LEAST_SHARED = before
     return said
 
 
@@ -823,7 +823,7 @@ def packing_is_decided_exactly_at_the_7b_shape() -> str:
     from verl.models.attention import use_verl_attention
     from verl.models.fused_layers import fuse
     from verl.models.packability import (
-        Probe,
+        PackingProbe,
         head_fault,
         packing_fault,
         padding_fault,
@@ -839,7 +839,7 @@ def packing_is_decided_exactly_at_the_7b_shape() -> str:
         raise AssertionError("our attention was refused")
     fuse(model, device)
     attach(model)
-    rows, probe = probe_rows(model.config.vocab_size, 11), Probe(model, device, exact=False)
+    rows, probe = probe_rows(model.config.vocab_size, 11), PackingProbe(model, device, exact=False)
     with torch.no_grad():
         together = probe(rows, packed=True)
         model.set_attn_implementation(stock)

@@ -209,7 +209,7 @@ for dtype, tolerance in ((torch.float32, 2e-5), (HALF, 1e-2)):
         q = randn(len(contexts), heads, dim, dtype=dtype)
         for sharing in ([[2, 0], [1, 4], [5, 2]], [[6, 0], *([row, 1] for row in range(1, 7))]):
             counts = torch.tensor(sharing, dtype=torch.int32, device=DEVICE)
-            together = inputs._replace(shared=lengths, sharing=counts)
+            together = inputs._replace(shared=lengths, sharing=counts, most_sharing=4)
             for splits in (1, 4):
                 for softcap in (None, 5.0):
                     args = (q, (keys, values), together, 0.3, None, softcap)

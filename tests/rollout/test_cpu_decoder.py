@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from verl.models.attention import use_verl_attention
-from verl.rollout.native.cpu_decoder import ColumnDecoder
-from verl.rollout.native.cpu_runner import ChunkSpan, PageCache, PagedAttention, make_segments
+from verl.rollout.native.cpu_runner import ChunkSpan, ColumnDecoder, PageCache, PagedAttention, make_segments
 from verl.rollout.native.model import Backbone
 
 

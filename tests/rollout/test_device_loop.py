@@ -291,8 +291,8 @@ def test_samples_attend_to_their_prompt_together(
     most: int, tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every row with a common prompt is counted by one row of the same blocks, while rows end and others come."""
-    monkeypatch.setattr(native_model, "_SHARED_BYTES", 1)
-    monkeypatch.setattr(native_model, "SHARED_QUERIES", most * 2)  # two query heads for each key head
+    monkeypatch.setattr(native_model, "_LEAST_SHARED", 1)
+    monkeypatch.setattr(native_model, "_SHARED_QUERIES", most * 2)  # two query heads for each key head
     model = tiny("llama", vocab_size=24, num_hidden_layers=1)
     model.generation_config.eos_token_id = [2, 3]
     groups: list[int] = []

@@ -309,7 +309,8 @@ class DeviceRunner:
             state.tokens[:size], state.positions[:size], state.active[:size], state.table[:size]
         )
         if self._shares and self.fused is not None:
-            inputs = inputs._replace(shared=state.shared[:size], sharing=state.sharing[: size + 1])
+            shared = (state.shared[:size], state.sharing[: size + 1], self.fused.sharing_rows)
+            inputs = DecodeInputs(*inputs[:4], *shared)
         if self.fused is not None:
             logits = self.fused.logits(self.fused.decode(self.ops, inputs, self.cache.layers))
         else:

@@ -51,6 +51,8 @@ class DecodeInputs(NamedTuple):
     sharing: Tensor | None = None
     """[1 + M, 2] int32: the number of runs of rows whose tables begin with the same such blocks, then the first row of
     each run and how many rows it has."""
+    most_sharing: int = 1
+    """Rows of a run, at most."""
 
 
 def decode_slots(rows: DecodeInputs, block_size: int, blocks: int) -> Tensor:

@@ -4,6 +4,3 @@ the tests run both on the CPU, the kernels in Triton's interpreter.
 Rounding follows the Hugging Face modules step by step (a norm rounds before it multiplies by its weight, a
 rotation rounds each product), so that bf16 log-probs stay close to those the trainer recomputes.
 """
-
-SHARED_QUERIES = 64
-"""Queries of rows with a common prompt that one program of the attention serves."""

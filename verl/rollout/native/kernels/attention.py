@@ -19,7 +19,6 @@ import torch
 import triton
 import triton.language as tl
 
-from verl.rollout.native.kernels import SHARED_QUERIES
 from verl.rollout.native.kernels.launch import early_launch, wait_for_inputs
 
 if TYPE_CHECKING:
@@ -286,7 +285,7 @@ def decode_attention(
             *numbers,
             rows,
             **sizes,
-            QUERIES=max(SHARED_QUERIES, triton.next_power_of_2(group)),
+            QUERIES=max(16, triton.next_power_of_2(inputs.most_sharing * group)),
             TILE=tile,
             SPLITS=shared_splits,
             num_warps=4 if value_dim_up <= 64 else 8,

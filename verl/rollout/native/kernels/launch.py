@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-EARLY = False
+EARLY = True
 """Whether kernels of a decode step start early where the device can (compute capability 9)."""
 
 

@@ -156,9 +156,8 @@ def tiles(rows: int) -> dict[str, int]:
         return {"BM": 32, "BN": 32, "BK": 128, "num_warps": 4, "num_stages": 4}
     if rows <= 128:
         return {"BM": 64, "BN": 32, "BK": 64, "num_warps": 4, "num_stages": 4}
-    if rows <= 512:
-        return {"BM": 64, "BN": 64, "BK": 64, "num_warps": 4, "num_stages": 4}
-    return {"BM": 128, "BN": 64, "BK": 64, "num_warps": 4, "num_stages": 4}
+    stages = 4 if rows <= 512 else 3
+    return {"BM": 64, "BN": 64, "BK": 64, "num_warps": 4, "num_stages": stages}
 
 
 def _settings(x: torch.Tensor, config: dict[str, int] | None) -> dict[str, Any]:
