@@ -19,9 +19,9 @@ def test_a_size_holds_its_pack_and_wastes_little(lengths):
     size = graph_size(lengths)
     padded = padded_lengths(lengths, size)
     assert padded[: len(lengths)] == lengths and sum(padded) == size.tokens and len(padded) == size.sequences
-    assert max(padded) <= size.longest < 2 * max(max(lengths), 128)
+    assert max(padded) <= size.longest < 2 * max(max(lengths), 512)
     assert size.tokens <= max(sum(lengths) * 9 / 8, sum(lengths) + 64)
-    assert size.sequences <= 2 * (len(lengths) + 8)
+    assert size.sequences <= max(2 * (len(lengths) + 8), size.tokens // 64)
 
 
 def test_batches_of_one_run_share_few_sizes():
@@ -208,7 +208,6 @@ def micro_gradients(tools, engine, seed=0):
 def test_a_size_is_captured_when_it_is_met_again_and_gives_the_same_numbers(tools, pair):
     graphs = tools.runner(pair[0]).graphs
     launched = micro_gradients(tools, pair[0])
-    micro_gradients(tools, pair[0])
     assert graphs.captured == 0
     replayed = micro_gradients(tools, pair[0])
     assert graphs.captured == 1

@@ -2,8 +2,8 @@
 
 A pass launches thousands of kernels; for few tokens each takes less time than its launch, and the device waits for the
 host. Packs are padded to a few sizes with sequences of their own, whose outputs are not read and whose gradients are
-therefore zero: results stay the same. A size is launched kernel by kernel when it is first and next met, and captured
-and replayed from then on, if its memory stays within a share of the device's. Both run the same kernels over the same
+therefore zero: results stay the same. A size is launched kernel by kernel when it is first met, and captured and
+replayed from then on, if its memory stays within a share of the device's. Both run the same kernels over the same
 shapes, so that results do not depend on what was captured before: a resumed run has the numbers of one that went on.
 Output head and loss are launched while the device works on the graph.
 """
@@ -34,9 +34,12 @@ host needs to launch its kernels, and a graph would only keep memory (49k tokens
 MEMORY_SHARE = 0.2
 """Of the device, that the graphs of one model may keep: what `verl.engines.budget` leaves free."""
 _MOST_SIZES = 128
-_LAUNCHED = 2
-"""Passes of a size before it is captured, which takes as long as several: many sizes are met once or twice."""
-_SHORTEST = 128
+_LAUNCHED = 1
+"""Passes of a size before it is captured, which takes as long as several: some sizes are met once."""
+_SHORTEST = 512
+"""The bound on lengths of short sequences."""
+_MEAN_LENGTH = 64
+"""Tokens of a sequence, for the first bound on their number."""
 
 
 @dataclass(frozen=True)
@@ -52,22 +55,23 @@ class Size:
 
 def graph_size(lengths: Sequence[int], key_lengths: Sequence[int] = ()) -> Size:
     """The size to run sequences of these lengths in (`key_lengths`: with the beginnings that they share): at most an
-    eighth more tokens, half more keys and twice the sequences (empty ones cost a fraction of others), so that a run
-    meets few sizes."""
+    eighth more tokens. The bounds on sequences, keys and lengths are coarse, since what is empty costs little, so that
+    packs with as many tokens nearly always have one size and a run meets few."""
     tokens, most = sum(lengths), max(key_lengths or lengths)
-    padded = _rounded(tokens, 8, 64)
+    padded = _padded(tokens)
     longest = max(1 << (most - 1).bit_length(), _SHORTEST)
-    if most <= longest * 3 // 4 and longest > _SHORTEST:
-        longest = longest * 3 // 4
     sequences = len(lengths) + max(-(-(padded - tokens) // longest), 1)
-    keys = _rounded(sum(key_lengths) + padded - tokens, 2, 64) if key_lengths else 0
-    return Size(padded, _rounded(sequences, 1, 8), longest, keys)
+    some = max(padded // _MEAN_LENGTH, 8)
+    while some < sequences:
+        some *= 2
+    keys = -(-(sum(key_lengths) + padded - tokens) // padded) * padded if key_lengths else 0
+    return Size(padded, some, longest, keys)
 
 
-def _rounded(count: int, parts: int, least: int) -> int:
-    """Up to one of `parts` numbers between two powers of two, and to a multiple of `least`."""
-    step = max((1 << (count - 1).bit_length()) // (2 * parts), least)
-    return -(-count // step) * step
+def _padded(tokens: int) -> int:
+    """Up to one of eight numbers between two powers of two, a multiple of 64."""
+    step = max((1 << (tokens - 1).bit_length()) // 16, 64)
+    return -(-tokens // step) * step
 
 
 def padded_lengths(lengths: Sequence[int], size: Size) -> list[int]:
@@ -287,8 +291,8 @@ class BackboneGraphs:
         """The bound of micro-batches that may have `best` tokens: what can be captured, unless that is much less than
         the device is fast with."""
         within = 1 << max(self._most_tokens.bit_length() - 1, 0)
-        while _rounded(within + 1, 8, 64) <= self._most_tokens:
-            within = _rounded(within + 1, 8, 64)
+        while _padded(within + 1) <= self._most_tokens:
+            within = _padded(within + 1)
         return within if self._working and best // 4 <= within < best else best
 
     def hidden(self, pack: Pack) -> torch.Tensor | None:
