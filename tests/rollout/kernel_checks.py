@@ -76,13 +76,13 @@ def qkv_checks(
     linears = tuple(
         linear_layer(hidden, n * dim, bias, dtype, s) for s, n in enumerate((heads, kv_heads, kv_heads))
     )
-    angle = randn(64, dim // 2, dtype=torch.float32).repeat(1, 2)
+    angle = randn(128, dim // 2, dtype=torch.float32).repeat(1, 2)
     rope = angle.cos().to(dtype), angle.sin().to(dtype)
     caches = [
-        [randn(64, kv_heads, block_size, dim, dtype=dtype, seed=s).to(stored or dtype) for s in (5, 6)]
+        [randn(128, kv_heads, block_size, dim, dtype=dtype, seed=s).to(stored or dtype) for s in (5, 6)]
         for _ in range(2)
     ]
-    inputs = rows_of([int(p) + 1 if a else 0 for p, a in zip(*inputs[1:3], strict=True)], block_size, 64)
+    inputs = rows_of([int(p) + 1 if a else 0 for p, a in zip(*inputs[1:3], strict=True)], block_size, 128)
     ours, theirs = (
         ops.qkv_rotary(x, linears, cache, rope, inputs, norms)
         for ops, cache in zip((linear, reference), caches, strict=True)
