@@ -130,7 +130,7 @@ def passes(stage: StageModel, runner: PipelineRunner, batch: Any) -> dict[str, A
     gc.collect()
     result = {
         "outputs": outputs,
-        "metrics": metrics,
+        "metrics": [{name: each[name] for name in ("loss", "rows") if name in each} for each in metrics],
         "events": observed.events,
         "alive": (observed.alive_at_backward, observed.alive()),
         "gradients": gradients(stage),
