@@ -142,7 +142,7 @@ class Scheduler:
             length = max(min(length + wanted - 1, sequence.max_length - 1), length)
             copies = self.blocks.grow(sequence, length)
             while copies is None and sequence.status is Status.RUNNING:
-                self._make_room(step)
+                self._free_blocks(step)
                 copies = self.blocks.grow(sequence, length) if sequence.status is Status.RUNNING else None
             if copies is not None:
                 step.copies += copies
@@ -151,7 +151,7 @@ class Scheduler:
                     sequence.writable = sys.maxsize  # it needs no more
         step.decodes = self.running[: self.max_batched_tokens]
 
-    def _make_room(self, step: Step) -> None:
+    def _free_blocks(self, step: Step) -> None:
         # The youngest has the least to compute again, and the oldest is never the victim of another: it always
         # finishes, so preemption cannot go in circles.
         if self.prompts:
@@ -208,7 +208,7 @@ class Scheduler:
         return ready < self.max_sequences - len(self.running)
 
     def _continue_prompts(self, budget: int, step: Step) -> int:
-        """Chunks of prompts begun earlier; what is left of the budget, 0 when a prompt finds no room."""
+        """Chunks of prompts begun earlier; what is left of the budget, 0 when blocks are missing for a prompt."""
         for prompt in self.prompts.copy():
             if prompt.status is not Status.PROMPT or budget < 1:
                 break
@@ -216,7 +216,7 @@ class Scheduler:
                 count = min(prompt.remaining, budget)
                 reserve = self.keep_free if self.running else 0
                 while not self.blocks.can_grow(prompt, prompt.computed + count, reserve):
-                    # Where no row runs nothing else will make room: the older prompt takes it from the younger ones.
+                    # Where no row runs nothing else frees blocks: the older prompt takes them from the younger ones.
                     if self.running or self.prompts[-1] is prompt:
                         return 0
                     self._give_up(self.prompts[-1])
