@@ -8,7 +8,6 @@ counts little. `--old` times the same in another checkout and prints the ratio.
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import os
 import statistics
@@ -91,7 +90,7 @@ def one_step(args: argparse.Namespace, seed: int) -> dict[str, float]:
     from verl.observe.token_table import TokenTable
     from verl.rollout.base import Response
     from verl.trainer import advantage
-    from verl.trainer.experience import attach_scores, reward_metrics, submit_reward
+    from verl.trainer.experience import attach_scores, reward_metrics, submit_rewards
     from verl.trainer.validation import sample_rows
     from verl.workers.roles import rollouts_of
 
@@ -121,13 +120,11 @@ def one_step(args: argparse.Namespace, seed: int) -> dict[str, float]:
     rewards = the_rewards(args, draw)
     with timed("submit rewards"):
         repeated = prompts.repeat(args.n)
-        given: list[dict[int, str]] = [{}] if len(inspect.signature(submit_reward).parameters) > 6 else []
-        for row, response in enumerate(responses):
-            submit_reward(rewards, tokenizer, repeated, row, row, response, *given)
+        texts: dict[int, str] = {}
+        submit_rewards(rewards, tokenizer, repeated, list(enumerate(responses)), 0, texts)
     with timed("assemble"):
         batch = rollouts_of(prompts, responses, args.n, 0)
-        for texts in given:
-            batch.non_tensor_batch["response_text"] = object_column(texts[row] for row in range(rows))
+        batch.non_tensor_batch["response_text"] = object_column(texts[row] for row in range(rows))
     with timed("collect rewards"):
         results = rewards.collect()
         batch = attach_scores(batch, [results[row] for row in range(rows)])

@@ -105,7 +105,7 @@ class SimulatedRunner(DeviceRunner):
         self.state.send = None
         self.cache: Any = self
         self.block_size = block_size
-        self.use_graphs = self.fine_sizes = False
+        self.use_graphs = self.wide = False
         self.graph_error = None
         self._empty_rows()
         self.places: dict[tuple[int, int], tuple[int, ...]] = {}

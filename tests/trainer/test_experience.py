@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -11,10 +12,17 @@ import torch
 from verl.agents.conversation import Conversation
 from verl.data.assemble import response_lengths
 from verl.data.proto import DataProto
-from verl.errors import TrainingHalted
+from verl.errors import RewardError, TrainingHalted
+from verl.observe.metrics import Timer
 from verl.reward.base import RewardManager, RewardResult, RewardSample
-from verl.rollout.base import Response
-from verl.trainer.experience import attach_baselines, attach_scores, reward_metrics, submit_reward
+from verl.rollout.base import GenerationSettings, Response, SamplingParams
+from verl.trainer.experience import (
+    SyncExperience,
+    attach_baselines,
+    attach_scores,
+    reward_metrics,
+    submit_rewards,
+)
 
 
 def rollouts() -> DataProto:
@@ -124,7 +132,8 @@ def test_the_length_of_a_conversation_is_what_the_limit_bounds(split, length, ti
     columns = {"raw_prompt": ["?"], "prompt_text": ["?"]}
     samples: list[RewardSample] = []
     manager = SimpleNamespace(submit=samples.append)
-    submit_reward(manager, tiny_tokenizer, DataProto.from_dict(non_tensors=columns), 0, 7, talk)  # type: ignore[arg-type]
+    prompts = DataProto.from_dict(non_tensors=columns)
+    submit_rewards(manager, tiny_tokenizer, prompts, [(0, talk)], 7)  # type: ignore[arg-type]
     assert [(sample.index, sample.response_length) for sample in samples] == [(7, length)]
 
 
@@ -349,3 +358,23 @@ def test_texts_are_decoded_once_and_are_those_of_the_responses(watch, tiny_token
         batch.non_tensor_batch["response_text"], rows, batch.batch["responses"].tolist(), lengths, strict=True
     ):
         assert text == row["response"] == tiny_tokenizer.decode(ids[:length], skip_special_tokens=True)
+
+
+def test_a_reward_that_cannot_be_submitted_ends_generation(tiny_tokenizer):
+    """Responses are submitted in another thread: what it raises reaches the thread that generates."""
+
+    def submit(sample: RewardSample) -> None:
+        raise RewardError("the pool is gone")
+
+    def generate(prompts, settings, on_finish):
+        for row in range(10_000):
+            on_finish(row % 4, Response("p", row, [3], [-1.0], "stop"))
+            time.sleep(0.001)
+        raise AssertionError("generation did not end")
+
+    experience = SyncExperience.__new__(SyncExperience)
+    experience.rewards, experience.tokenizer = SimpleNamespace(submit=submit), tiny_tokenizer  # type: ignore[assignment]
+    experience.generate = generate
+    columns = {"raw_prompt": ["?"], "prompt_text": ["?"]}
+    with pytest.raises(RewardError, match="the pool is gone"):
+        experience.score(DataProto.from_dict(non_tensors=columns), GenerationSettings(SamplingParams(), n=4), Timer())

@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 
 import torch
 
@@ -45,10 +46,15 @@ def mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
+@lru_cache(4096)
+def _request_key(seed: int, request_id: str) -> int:
+    name = int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=8).digest(), "little")
+    return mix(mix(seed + _GOLDEN) ^ name)
+
+
 def sequence_key(seed: int, request_id: str, sample: int) -> int:
     """The signed 64-bit key of one sample; stable across processes (unlike `hash`)."""
-    name = int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=8).digest(), "little")
-    return _signed(mix(mix(mix(seed + _GOLDEN) ^ name) + _GOLDEN * (sample + 1)))
+    return _signed(mix(_request_key(seed, request_id) + _GOLDEN * (sample + 1)))
 
 
 def _shift_right(values: torch.Tensor, bits: int) -> torch.Tensor:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -72,13 +74,26 @@ class Experience(ABC):
         without_score: dict[int, RewardResult] = {}
         texts: dict[int, str] = {}
 
-        def on_finish(row: int, result: Response | Conversation) -> None:
-            failure = submit_reward(rewards, self.tokenizer, repeated, row, first + row, result, texts)
-            if failure is not None:
-                without_score[first + row] = failure
+        finished: SimpleQueue[tuple[int, Response | Conversation] | None] = SimpleQueue()
 
-        with timer("gen"):
-            batch = self.generate(prompts, settings, on_finish)
+        def submit() -> None:
+            while rows := _waiting(finished):
+                failures = submit_rewards(rewards, self.tokenizer, repeated, rows, first, texts)
+                without_score.update(failures)
+
+        def on_finish(row: int, result: Response | Conversation) -> None:
+            if submitted.done():
+                submitted.result()  # raises what ended it
+            finished.put((row, result))
+
+        # Decoding texts would keep the thread that launches kernels from launching them.
+        with timer("gen"), ThreadPoolExecutor(1, "verl-rewards") as thread:
+            submitted = thread.submit(submit)
+            try:
+                batch = self.generate(prompts, settings, on_finish)
+            finally:
+                finished.put(None)
+            submitted.result()
         if len(texts) == len(batch):
             batch.non_tensor_batch["response_text"] = object_column(texts[row] for row in range(len(batch)))
         indices = range(first, first + len(batch))
@@ -158,39 +173,54 @@ def epochs(loader: Loader) -> Iterator[DataProto]:
         yield from loader
 
 
-def submit_reward(
+def _waiting(
+    finished: SimpleQueue[tuple[int, Response | Conversation] | None],
+) -> list[tuple[int, Response | Conversation]]:
+    """The responses that are there, at least one; none after the last."""
+    rows = []
+    while (row := finished.get()) is not None:
+        rows.append(row)
+        if finished.empty():
+            return rows
+    if rows:
+        finished.put(None)
+    return rows
+
+
+def submit_rewards(
     rewards: RewardManager,
     tokenizer: Any,
     prompts: DataProto,
-    row: int,
-    index: int,
-    result: Response | Conversation,
+    finished: Sequence[tuple[int, Response | Conversation]],
+    first: int = 0,
     texts: dict[int, str] | None = None,
-) -> RewardResult | None:
-    """Submit the response to a row of `prompts` as sample `index`; where it can have no score, the reason. `texts` gets
-    the text of the row, where it is a response."""
-    conversation = None if isinstance(result, Response) else result
-    if conversation is not None and conversation.error is not None:
-        return RewardResult(None, error=conversation.error)
-    ids = result.token_ids if conversation is None else conversation.drawn_ids
-    # What data.max_response_length bounds: all tokens, or with history=split those of the longest turn.
-    turns = [] if conversation is None else conversation.model_turns
-    text = decode_all(tokenizer, [ids])[0]
-    if texts is not None and conversation is None:
-        texts[row] = text
-    split = any(turn.prompt_ids is not None for turn in turns)
-    length = max(turn.end - turn.start for turn in turns) if split else len(result.token_ids)
-    sample = reward_sample(
-        prompts,
-        row,
-        index=index,
-        text=text,
-        length=length,
-        truncated=result.finish_reason == "length",
-        conversation=conversation,
-    )
-    rewards.submit(sample)
-    return None
+) -> dict[int, RewardResult]:
+    """Submit responses to rows of `prompts`, as samples from number `first` on. Returns the reasons of those that can
+    have no score, by number. `texts` gets the texts of rows that are responses."""
+    failures: dict[int, RewardResult] = {}
+    ids = [result.token_ids if isinstance(result, Response) else result.drawn_ids for _, result in finished]
+    for (row, result), text in zip(finished, decode_all(tokenizer, ids), strict=True):
+        conversation = None if isinstance(result, Response) else result
+        if conversation is not None and conversation.error is not None:
+            failures[first + row] = RewardResult(None, error=conversation.error)
+            continue
+        if texts is not None and conversation is None:
+            texts[row] = text
+        # What data.max_response_length bounds: all tokens, or with history=split those of the longest turn.
+        turns = [] if conversation is None else conversation.model_turns
+        split = any(turn.prompt_ids is not None for turn in turns)
+        length = max(turn.end - turn.start for turn in turns) if split else len(result.token_ids)
+        sample = reward_sample(
+            prompts,
+            row,
+            index=first + row,
+            text=text,
+            length=length,
+            truncated=result.finish_reason == "length",
+            conversation=conversation,
+        )
+        rewards.submit(sample)
+    return failures
 
 
 class DynamicSampling:

@@ -24,7 +24,7 @@ from verl.reward.managers import require_streaming
 from verl.rollout.base import GenerationSettings
 from verl.rollout.samples import Finished, Kept, begin_counting
 from verl.trainer.admission import Admission, PromptQueue
-from verl.trainer.experience import Experience, agent_metrics, reward_metrics, submit_reward
+from verl.trainer.experience import Experience, agent_metrics, reward_metrics, submit_rewards
 from verl.trainer.setup import whole_number
 from verl.workers.roles import OnFinish, rollouts_of, training_settings
 
@@ -162,7 +162,8 @@ class StreamingExperience(Experience):
             index = group.number * self.n + sample
             known = self.scores.pop((finished.group, sample), None)
             if known is None:
-                known = submit_reward(self.rewards, self.decoder, group.prompt, 0, index, finished.result)
+                row = (0, finished.result)
+                known = submit_rewards(self.rewards, self.decoder, group.prompt, [row], index).get(index)
             if known is not None:
                 group.results[sample] = known
             group.samples[sample] = finished.result
