@@ -22,6 +22,7 @@ from verl.config.schema import GenerationConfig, OfflineConfig, PPOConfig
 from verl.config.sections.trainer import TRACKER_SERVICES
 from verl.errors import missing_package
 from verl.memory import free_host_bytes
+from verl.requirements import ATTENTION_PACKAGES, attention_package_installed, missing_attention
 
 # Names of bf16 instructions in /proc/cpuinfo: x86 first, then Arm.
 _BF16_FLAGS = {"avx512_bf16", "amx_bf16", "avx10_2", "bf16", "svebf16"}
@@ -183,6 +184,26 @@ def missing_packages(config: PPOConfig | OfflineConfig) -> list[str]:
         for name, why in needed_packages(config).items()
         if not _installed(strategy_spec(name).module or name)
     ]
+
+
+def attention_errors(config: PPOConfig | OfflineConfig, device: Device) -> list[str]:
+    """Where `attention_backend` names a kernel that this machine cannot have; a cluster's nodes are not known here."""
+    lines = []
+    for role in model_roles(config):
+        name, key = role.model.attention_backend, f"'{role.model_key}.attention_backend'"
+        if name in ("auto", "sdpa"):
+            continue
+        if device.kind == "cpu":
+            lines.append(
+                f"{key} is {name}, which computes on GPUs only, and the run is on CPUs; leave it out"
+            )
+        elif name in ATTENTION_PACKAGES and not joins_cluster() and not attention_package_installed(name):
+            lines.append(f"{key} is {name}: {missing_attention(name)}; or leave it out")
+        elif name != "flex" and role.model.dtype == "float32":
+            lines.append(
+                f"{key} is {name}, which has no float32; leave it out, or set {role.model_key}.dtype=bfloat16"
+            )
+    return list(dict.fromkeys(lines))
 
 
 def _installed(module: str) -> bool:
