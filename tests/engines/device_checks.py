@@ -610,6 +610,149 @@ def rows_without_influence_do_not_change_the_weights() -> str:
     return f"{left_out}, the weights differ by {share:.1e} of what they moved"
 
 
+# -- attention -----------------------------------------------------------------------------------------------------
+
+
+def random_pack(generator: torch.Generator) -> dict[str, Any]:
+    """Rows of 1 to 4,096 tokens, sometimes with a beginning before the first query, a window, empty rows behind."""
+
+    def drawn(choices: list[Any]) -> Any:
+        return choices[int(torch.randint(len(choices), (1,), generator=generator))]
+
+    most, queries = drawn([1, 8, 64, 300, 1024, 4096]), []
+    for _ in range(drawn([1, 2, 5, 17, 70])):
+        queries.append(int(torch.randint(1, most + 1, (1,), generator=generator)))
+        if sum(queries) > 6000:
+            break
+    before = drawn([0, 0, 100])
+    keys = [n + (int(torch.randint(before, (1,), generator=generator)) if before else 0) for n in queries]
+    groups = drawn([1, 2, 3, 7, 16])
+    return {
+        "queries": queries,
+        "keys": keys if before else queries,
+        "prefixed": bool(before),
+        "empty": drawn([0, 0, 5]),
+        "kv_heads": drawn([1, 2]) if groups > 3 else drawn([1, 3]),
+        "groups": groups,
+        "size": drawn([64, 64, 80, 96, 128, 128, 256]),
+        "window": drawn([None, None, None, 1, 50, 700]),
+    }
+
+
+def plain_attention(q: Any, k: Any, v: Any, pack: dict[str, Any]) -> torch.Tensor:
+    """Row by row with all scores, in the precision of its tensors [N, H, D]."""
+    parts = zip(q.split(pack["queries"]), k.split(pack["keys"]), v.split(pack["keys"]), strict=True)
+    found = []
+    for q_row, k_row, v_row in parts:
+        k_row, v_row = (x.repeat_interleave(pack["groups"], 1) for x in (k_row, v_row))
+        scores = torch.einsum("qhd,khd->hqk", q_row, k_row) * q.shape[-1] ** -0.5
+        last = torch.arange(len(q_row), device=q.device)[:, None] + len(k_row) - len(q_row)
+        behind = last - torch.arange(len(k_row), device=q.device)
+        seen = (behind >= 0) & (behind < (pack["window"] or 1 << 30))
+        found.append(
+            torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), v_row)
+        )
+    return torch.cat(found)
+
+
+@check
+def attention_kernels_are_as_exact_as_torchs() -> str:
+    """300 random packs: output and gradients of each installed kernel against float64, and against how far torch's
+    varlen kernel is from that."""
+    from verl.models import cudnn_attention
+    from verl.models.attention import AttentionCall, RaggedBounds, ragged_attention
+    from verl.models.attention_backends import HeadForm, backend_fault, installed_backends
+
+    if DEVICE.type != "cuda":
+        return "needs a GPU"
+    generator, worst, left_out = torch.Generator().manual_seed(0), {}, dict.fromkeys(installed_backends(), 0)
+    require(bool(left_out), "neither flash-attn-4 nor nvidia-cudnn-frontend is installed")
+    device = torch.device("cuda", torch.cuda.current_device())
+    for number in range(300):
+        pack = random_pack(generator)
+        heads, size = pack["groups"] * pack["kv_heads"], pack["size"]
+        counts = (sum(pack["queries"]), sum(pack["keys"]), sum(pack["keys"]))
+        on_device = torch.Generator(device).manual_seed(number)
+        q, k, v = (
+            torch.randn(count, n, size, device=device, generator=on_device).bfloat16().requires_grad_()
+            for count, n in zip(counts, (heads, pack["kv_heads"], pack["kv_heads"]), strict=True)
+        )
+        grad = torch.randn(counts[0], heads, size, device=device, generator=on_device).bfloat16()
+        wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+        right = plain_attention(*wide, pack)
+        exact = [right.detach(), *torch.autograd.grad(right, wide, grad.double())]
+        del right
+        sides = [
+            torch.tensor([0, *side, *[0] * pack["empty"]]).cumsum(0).int().to(device)
+            for side in (pack["queries"], pack["keys"])
+        ]
+        longest = max(pack["queries"]), max(pack["keys"])
+        more = (sides[1], longest[1]) if pack["prefixed"] else ()
+        errors = {}
+        for name in ("varlen", *left_out):
+            form = HeadForm(device, q.dtype, heads, pack["kv_heads"], size, pack["window"] is not None)
+            bounds = RaggedBounds(sides[0], longest[0], *more)
+            shaped = (x.transpose(0, 1)[None] for x in (q, k, v))
+            call = AttentionCall(*shaped, window=pack["window"])
+            if name == "cudnn" and cudnn_attention.attend(_filled(call), bounds) is None:
+                left_out[name] += 1
+                continue
+            if backend_fault(name, form) is not None:
+                left_out[name] += 1
+                continue
+            out = ragged_attention(name, call, bounds)
+            found = [out[0].detach(), *torch.autograd.grad(out, (q, k, v), grad[None])]
+            errors[name] = [
+                float((a.double() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True)
+            ]
+            del out, found
+        for name, gaps in errors.items():
+            for what, gap, ours in zip(("output", "dq", "dk", "dv"), gaps, errors["varlen"], strict=True):
+                # Gradients that are zero but for rounding (a row of one token): relative to nothing.
+                ratio = gap / max(ours, 1e-4) if gap == gap else (1.0 if ours != ours else float("inf"))
+                if ratio > worst.get(name, (0.0,))[0]:
+                    worst[name] = (ratio, f"{what} of pack {number}: {gap:.1e} and {ours:.1e}, {pack}")
+    for name, (ratio, where) in worst.items():
+        require(ratio <= 1.2, f"{name} is {ratio:.2f} times as far from float64 as torch's kernel: {where}")
+    told = [f"{name} {worst[name][0]:.2f} ({left_out[name]} left out)" for name in left_out if name in worst]
+    return f"error over that of torch's kernel, at most: {', '.join(told)}"
+
+
+def _filled(call: Any) -> Any:
+    from verl.models.attention import filled_heads
+
+    return filled_heads(call)
+
+
+@check
+def attention_kernels_repeat_their_bits_where_asked() -> str:
+    from verl.models.attention import AttentionCall, PackedAttention
+    from verl.models.attention_backends import installed_backends
+
+    if DEVICE.type != "cuda":
+        return "needs a GPU"
+    lengths = [900, 37, 1, 512, 300]
+    torch.manual_seed(0)
+    q, k, v = (
+        torch.randn(1, n, sum(lengths), 64, device=DEVICE).bfloat16().requires_grad_() for n in (9, 3, 3)
+    )
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        for name in installed_backends():
+            runs = []
+            for _ in range(3):
+                out = PackedAttention.from_lengths(lengths, DEVICE, name).attend(AttentionCall(q, k, v))
+                runs.append([out.detach(), *torch.autograd.grad(out.float().square().sum(), (q, k, v))])
+            require(
+                all(torch.equal(a, b) for again in runs[1:] for a, b in zip(runs[0], again, strict=True)),
+                f"{name} has other bits in another run",
+            )
+    finally:
+        torch.use_deterministic_algorithms(before)
+    return f"equal: {', '.join(installed_backends()) or 'no package is installed'}"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="")

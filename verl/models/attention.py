@@ -104,9 +104,8 @@ def _attention(
             "the attention implementation 'verl' needs a context; call the model through a verl engine, or "
             "model.set_attn_implementation('sdpa')"
         )
-    layer = getattr(module, "layer_idx", None) or 0
-    call = AttentionCall(q, k, v, scaling, sliding_window, softcap, layer, asked_backend(module))
-    return verl_attn.attend(call), None
+    asked, layer = asked_backend(module), getattr(module, "layer_idx", None) or 0
+    return verl_attn.attend(AttentionCall(q, k, v, scaling, sliding_window, softcap, layer, asked)), None
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
@@ -237,8 +236,7 @@ class PackedAttention:
         return dense_runs(call, [(length, length) for length in self.lengths])
 
     def _flex(self, call: AttentionCall) -> torch.Tensor:
-        q, k, v = call[:3]
-        mask = self._flex_mask(call.window, q.device)
+        (q, k, v), mask = call[:3], self._flex_mask(call.window, call.q.device)
         score_mod = softcap_mod(float(call.softcap), q.device) if call.softcap is not None else None
         grouped = q.shape[1] != k.shape[1]
         out = compiled_flex()(
@@ -291,9 +289,9 @@ def choose_backend(
     """The kernel for a pack with heads of `sizes` (keys, values); `uniform`: all its sequences have one length.
 
     The varlen kernel is torch's fastest for a ragged pack in half precision, and its only one that knows a sliding
-    window without a mask of length times length; `verl.models.attention_backends` has those of other packages. A pack of sequences of one length is an ordinary batch, for
-    which the dense kernels are at least as good. FlexAttention serves soft-capping, which the flash kernels lack;
-    float32 and large heads, which they lack too, go by runs of one length."""
+    window without a mask of length times length. A pack of sequences of one length is an ordinary batch, for which the
+    dense kernels are at least as good. FlexAttention serves soft-capping; float32 and large heads go by runs of one
+    length. (`verl.models.attention_backends` has the kernels of other packages.)"""
     # FlexAttention cannot compile inside a dispatch mode (`float32_arithmetic`).
     if not on_cuda or is_in_torch_dispatch_mode():
         return "sdpa"
@@ -371,7 +369,7 @@ class RaggedBounds:
     """Of the keys, where they are not those of the queries: the last query of each sees its last key."""
     longest_keys: int = 0
     kept: dict[Any, Any] = field(default_factory=dict)
-    """What a kernel derives from them; the first layer of a pass makes it, because what they hold may change."""
+    """What a kernel derives from them; the first layer of a pass makes it anew."""
 
     @property
     def key_side(self) -> tuple[torch.Tensor, int]:
