@@ -50,8 +50,7 @@ class AttentionCall(NamedTuple):
     window: int | None = None
     softcap: float | None = None
     layer: int = 0
-    asked: Backend = "auto"
-    """The key `model.attention_backend`."""
+    asked: Backend = "auto"  # the key `model.attention_backend`
 
     def on(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> AttentionCall:
         """The same attention of other tensors."""
