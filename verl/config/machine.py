@@ -191,7 +191,7 @@ def attention_errors(config: PPOConfig | OfflineConfig, device: Device) -> list[
     lines = []
     for role in model_roles(config):
         name, key = role.model.attention_backend, f"'{role.model_key}.attention_backend'"
-        if name in ("auto", "sdpa"):
+        if name in ("auto", "sdpa") or f"{role.model_key}.attention_backend" not in config.user_set:
             continue
         if device.kind == "cpu":
             lines.append(
