@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from verl import requirements
 from verl.config import machine as devices
 from verl.config.load import from_dict
 from verl.config.machine import Device, attention_errors, machine_errors, parse_gpus
@@ -85,7 +86,7 @@ def test_parts_of_a_gpu_count_as_many_as_are_named() -> None:
 
 
 def test_kernels_of_attention_that_cannot_be_had_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "attention_package_installed", lambda name: name == "cudnn")
+    monkeypatch.setattr(requirements, "attention_package_installed", lambda name: name == "cudnn")
     key = "actor_rollout_ref__model__attention_backend"
     for name in ("auto", "sdpa", "varlen", "flex", "cudnn"):
         assert attention_errors(ppo(**{key: name}), FOUR) == []

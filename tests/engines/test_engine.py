@@ -686,7 +686,7 @@ def test_a_users_own_optimizer_steps_the_model(tools):
 
 def test_graphs_of_attention_that_a_step_builds_are_counted(tools, monkeypatch):
     """None of the metric where no kernel has graphs; 0 in a step that builds none."""
-    engine, batch = tools.engine(), tools.batch()
+    engine, batch = tools.engine(model=tools.model("llama")), tools.batch()
     metrics = engine.forward_backward(batch, tools.policy_loss)
     assert "perf/attention_graphs_built" not in metrics
     graphs = SimpleNamespace(built=2)

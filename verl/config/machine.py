@@ -22,7 +22,6 @@ from verl.config.schema import GenerationConfig, OfflineConfig, PPOConfig
 from verl.config.sections.trainer import TRACKER_SERVICES
 from verl.errors import missing_package
 from verl.memory import free_host_bytes
-from verl.requirements import ATTENTION_PACKAGES, attention_package_installed, missing_attention
 
 # Names of bf16 instructions in /proc/cpuinfo: x86 first, then Arm.
 _BF16_FLAGS = {"avx512_bf16", "amx_bf16", "avx10_2", "bf16", "svebf16"}
@@ -193,12 +192,15 @@ def attention_errors(config: PPOConfig | OfflineConfig, device: Device) -> list[
         name, key = role.model.attention_backend, f"'{role.model_key}.attention_backend'"
         if name in ("auto", "sdpa") or f"{role.model_key}.attention_backend" not in config.user_set:
             continue
+        from verl import requirements
+
+        package = requirements.ATTENTION_PACKAGES.get(name)
         if device.kind == "cpu":
             lines.append(
                 f"{key} is {name}, which computes on GPUs only, and the run is on CPUs; leave it out"
             )
-        elif name in ATTENTION_PACKAGES and not joins_cluster() and not attention_package_installed(name):
-            lines.append(f"{key} is {name}: {missing_attention(name)}; or leave it out")
+        elif package and not joins_cluster() and not requirements.attention_package_installed(name):
+            lines.append(f"{key} is {name}: {requirements.missing_attention(name)}; or leave it out")
         elif name != "flex" and role.model.dtype == "float32":
             lines.append(
                 f"{key} is {name}, which has no float32; leave it out, or set {role.model_key}.dtype=bfloat16"
