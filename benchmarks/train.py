@@ -1,8 +1,9 @@
 """`python -m benchmarks.train`: training steps of ours beside plain Hugging Face, in the same run; with `--strategy
 megatron`, of our Megatron engine beside our FSDP engine.
 
-One shape: `--shape 1.5b --seq 2048`. Everything of the table in the docs: `--suite`. On a CPU the shapes `tiny` and
-`135m` give ratios; utilisation needs a GPU's peak (`--peak-tflops`).
+One shape: `--shape 1.5b --rows 2048`; lengths are ragged, as those of a run are, `--uniform` makes them equal and
+`--backend all` compares the kernels of attention. Everything of the table in the docs: `--suite`. On a CPU the shapes
+`tiny` and `135m` give ratios; utilisation needs a GPU's peak (`--peak-tflops`).
 """
 
 from __future__ import annotations
@@ -27,10 +28,25 @@ PEER_TOKENS_PER_S = 11_900
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", choices=sorted(SHAPES), default=None, help="model shape (random weights)")
-    parser.add_argument("--seq", type=int, default=2048, help="tokens per sequence")
+    parser.add_argument(
+        "--rows",
+        "--seq",
+        dest="seq",
+        type=int,
+        default=2048,
+        help="tokens of the longest sequence (e.g. 16384)",
+    )
     parser.add_argument("--tokens", type=int, default=None, help="tokens per step (default 16384; CPU: 2048)")
     parser.add_argument(
-        "--ragged", action="store_true", help="long-tailed lengths up to --seq instead of equal ones"
+        "--uniform",
+        action="store_true",
+        help="sequences of one length instead of long-tailed lengths up to it",
+    )
+    parser.add_argument(
+        "--backend",
+        metavar="NAME,NAME,...",
+        default="auto",
+        help="model.attention_backend of ours, a row for each; all: every one that works here",
     )
     parser.add_argument(
         "--checkpointing", action="store_true", help="recompute activations in the backward pass"
@@ -91,7 +107,7 @@ class Bench:
 
     def workload(self, shape: str, seq: int, **options: Any) -> Workload:
         count = max(self.tokens // seq, 1)
-        lengths = ragged(seq, self.tokens) if self.args.ragged else (min(seq, self.tokens),) * count
+        lengths = (min(seq, self.tokens),) * count if self.args.uniform else ragged(seq, self.tokens)
         return Workload(SHAPES[shape], lengths, **options)
 
     def side(self, make: Any, work: Workload) -> Measured | str:
@@ -265,6 +281,15 @@ def _kept(rows: Iterable[tuple[str, ...]], into: list[list[str]]) -> Iterable[tu
         yield row
 
 
+def backends(device: torch.device) -> list[str]:
+    """The kernels of packed attention that this machine has."""
+    if device.type != "cuda":
+        return ["sdpa"]
+    from verl.models.attention_backends import installed_backends
+
+    return ["auto", "varlen", *installed_backends()]
+
+
 def versions(device: torch.device) -> dict[str, str]:
     import transformers
 
@@ -320,7 +345,12 @@ def run(args: argparse.Namespace) -> int:
             )
             if on
         ]
-        bench.rows({", ".join([shape, str(args.seq), *notes]): work})
+        kind = "uniform" if args.uniform else "ragged"
+        label = ", ".join([shape, f"{kind} up to {args.seq}", *notes])
+        names = backends(bench.device) if args.backend == "all" else args.backend.split(",")
+        bench.rows(
+            {label if name == "auto" else f"{label}, {name}": replace(work, backend=name) for name in names}
+        )
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(bench.figures, indent=1))

@@ -39,6 +39,8 @@ class Workload:
     prompt: int | None = None
     """Its tokens; None: the first eighth of each sequence."""
     shares_prompts: bool = True
+    backend: str = "auto"
+    """`model.attention_backend` of ours."""
 
     @property
     def answered(self) -> int:
@@ -129,6 +131,7 @@ def our_step(work: Workload, device: torch.device, dtype: torch.dtype) -> Callab
         enable_gradient_checkpointing=work.checkpointing,
         lora_rank=work.lora_rank,
         share_prefixes=work.shares_prompts,
+        attention_backend=work.backend,
     )
     engine = build_engine("actor", model_cfg, role, model=new_model(work, device, dtype), device=device)
     batch = make_batch(work)

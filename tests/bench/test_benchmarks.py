@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks import (
     agents,
     algorithms,
+    attention,
     checkpoint,
     compare,
     reward,
@@ -187,3 +188,10 @@ def test_carry_over_trains_what_was_planted(tmp_path, capsys):
     carried = figures["carry_over staleness=1 over_sampling=0.5"]
     assert figures["off"]["age_max"] == 0 and carried["age_max"] <= 1
     assert sum(carried["age_shares"].values()) == pytest.approx(1)
+
+
+def test_attention_is_measured_by_each_kernel(capsys):
+    assert attention.main(["--device", "cpu", "--shape", "3x16:2/1:8", "--backend", "sdpa,auto"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "heads of 8" in line]
+    assert [line.split(" | ")[1] for line in lines] == ["sdpa", "auto: sdpa"]
+    assert all(float(line.split(" | ")[2]) > 0 for line in lines)

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from verl import requirements
 from verl.config import machine as devices
 from verl.config.load import from_dict
-from verl.config.machine import Device, machine_errors, parse_gpus
+from verl.config.machine import Device, attention_errors, machine_errors, parse_gpus
 from verl.config.schema import GenerationConfig, PPOConfig, SFTConfig
 
 CPU = Device("cpu", "CPU", 2**33, 1)
@@ -82,3 +83,39 @@ def test_parts_of_a_gpu_count_as_many_as_are_named() -> None:
     listed = "0, NVIDIA H100, 81559"
     assert len(parse_gpus(listed, "MIG-11-aa,MIG-11-bb")) == 2
     assert len(parse_gpus(listed, "GPU-1234")) == 1
+
+
+def test_kernels_of_attention_that_cannot_be_had_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requirements, "attention_package_installed", lambda name: name == "cudnn")
+    key = "actor_rollout_ref__model__attention_backend"
+    for name in ("auto", "sdpa", "varlen", "flex", "cudnn"):
+        assert attention_errors(ppo(**{key: name}), FOUR) == []
+    assert attention_errors(ppo(**{key: "sdpa"}), CPU) == []
+    (line,) = attention_errors(ppo(**{key: "varlen"}), CPU)
+    assert "'actor_rollout_ref.model.attention_backend' is varlen" in line and "CPUs" in line
+    (line,) = attention_errors(ppo(**{key: "fa4"}), FOUR)
+    assert "flash-attn-4 is not installed (pip install 'flash-attn-4" in line
+    dtype = {"actor_rollout_ref__model__dtype": "float32"}
+    (line,) = attention_errors(ppo(**{key: "cudnn"}, **dtype), FOUR)
+    assert "no float32" in line and "actor_rollout_ref.model.dtype=bfloat16" in line
+    tuned = from_dict(
+        SFTConfig, {"model.path": "m/m", "data.train_files": "o/d", "model.attention_backend": "fa4"}
+    )
+    assert attention_errors(tuned, FOUR)[0].startswith("'model.attention_backend' is fa4")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [("flash_attention_2", "varlen"), ("flash_attention_3", "fa4"), ("sdpa", "sdpa"), ("eager", "sdpa"),
+     ("flex_attention", "flex")],
+)  # fmt: skip
+def test_attn_implementation_is_another_name(theirs: str, ours: str) -> None:
+    for name in ("attn_implementation", "override_config.attn_implementation", "attention_backend"):
+        config = ppo(**{f"actor_rollout_ref.model.{name}": theirs})
+        assert config.actor_rollout_ref.model.attention_backend == ours
+        assert config.actor_rollout_ref.model.override_config == {}
+        assert config.critic.model.attention_backend == ours, "the same model"
+        tuned = from_dict(
+            SFTConfig, {"model.path": "m/m", "data.train_files": "o/d", f"model.{name}": theirs}
+        )
+        assert tuned.model.attention_backend == ours

@@ -220,6 +220,19 @@ def test_gpus_and_their_memory_are_listed(smi: Path) -> None:
     assert found["gpu 1"].status == "warning" and "in use" in found["gpu 1"].seen
 
 
+def test_a_gpu_that_would_gain_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    from verl.models import attention_backends
+
+    installed: list[str] = []
+    monkeypatch.setattr(attention_backends, "installed_backends", lambda: tuple(installed))
+    assert list(software.judge_attention({8})) == []
+    (note,) = software.judge_attention({9})
+    assert note.status == "note" and "two to three times" in note.seen and "flash-attn-4" in note.fix
+    installed.append("fa4")
+    (found,) = software.judge_attention({9})
+    assert found.status == "ok" and "fa4" in found.seen
+
+
 def test_hidden_gpus_are_warned_of() -> None:
     assert [finding.status for finding in software.judge_gpus([], "")] == ["warning"]
     assert [finding.status for finding in software.judge_gpus([], "1")] == ["note"]

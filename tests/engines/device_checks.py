@@ -610,6 +610,191 @@ def rows_without_influence_do_not_change_the_weights() -> str:
     return f"{left_out}, the weights differ by {share:.1e} of what they moved"
 
 
+# -- attention -----------------------------------------------------------------------------------------------------
+
+HEAD_FORMS = [
+    (64, 3, 3, None), (64, 16, 1, 50), (64, 1, 4, 1), (80, 1, 3, None), (96, 7, 1, 200), (128, 6, 2, None),
+    (128, 7, 2, 700), (256, 2, 2, None),
+]  # fmt: skip
+"""Head size, queries' heads for each of the keys', those, window. Few: kernels are compiled for each."""
+
+
+def random_pack(number: int, generator: torch.Generator) -> dict[str, Any]:
+    """Rows of 1 to 4,096 tokens, sometimes with a beginning before the first query, and empty rows behind."""
+
+    def drawn(choices: list[int]) -> int:
+        return choices[int(torch.randint(len(choices), (1,), generator=generator))]
+
+    most, queries = drawn([1, 8, 300, 4096]), []
+    for _ in range(drawn([1, 5, 17, 70])):
+        queries.append(int(torch.randint(1, most + 1, (1,), generator=generator)))
+        if sum(queries) > 6000:
+            break
+    before = drawn([0, 0, 100])
+    keys = [n + (int(torch.randint(before, (1,), generator=generator)) if before else 0) for n in queries]
+    size, groups, kv_heads, window = HEAD_FORMS[number % len(HEAD_FORMS)]
+    return {
+        "queries": queries, "keys": keys, "prefixed": bool(before), "empty": drawn([0, 0, 5]),
+        "kv_heads": kv_heads, "groups": groups, "size": size, "window": window,
+    }  # fmt: skip
+
+
+def plain_attention(q: Any, k: Any, v: Any, pack: dict[str, Any]) -> torch.Tensor:
+    """Row by row with all scores, in the precision of its tensors [N, H, D]."""
+    parts = zip(q.split(pack["queries"]), k.split(pack["keys"]), v.split(pack["keys"]), strict=True)
+    found = []
+    for q_row, k_row, v_row in parts:
+        k_row, v_row = (x.repeat_interleave(pack["groups"], 1) for x in (k_row, v_row))
+        scores = torch.einsum("qhd,khd->hqk", q_row, k_row) * q.shape[-1] ** -0.5
+        last = torch.arange(len(q_row), device=q.device)[:, None] + len(k_row) - len(q_row)
+        behind = last - torch.arange(len(k_row), device=q.device)
+        seen = (behind >= 0) & (behind < (pack["window"] or 1 << 30))
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        found.append(torch.einsum("hqk,khd->qhd", weights, v_row))
+    return torch.cat(found)
+
+
+def kernel_errors(number: int, pack: dict[str, Any], names: list[str]) -> dict[str, list[float] | str]:
+    """How far output and gradients of each kernel are from float64; or why it has not computed them."""
+    from verl.errors import ModelError
+    from verl.models.attention import AttentionCall, RaggedBounds, ragged_attention
+
+    heads, kv_heads, size = pack["groups"] * pack["kv_heads"], pack["kv_heads"], pack["size"]
+    counts = (sum(pack["queries"]), sum(pack["keys"]), sum(pack["keys"]))
+    generator = torch.Generator(DEVICE).manual_seed(number)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=DEVICE, generator=generator).bfloat16()
+
+    q, k, v = (
+        normal(count, n, size).requires_grad_()
+        for count, n in zip(counts, (heads, kv_heads, kv_heads), strict=True)
+    )
+    grad = normal(counts[0], heads, size)
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    right = plain_attention(*wide, pack)
+    exact = [right.detach(), *torch.autograd.grad(right, wide, grad.double())]
+    floor = 0.01 * grad.double().norm()  # the gradients of rows of one token are zero but for rounding
+    del right, wide
+    sides = [
+        torch.tensor([0, *side, *[0] * pack["empty"]]).cumsum(0).int().to(DEVICE)
+        for side in (pack["queries"], pack["keys"])
+    ]
+    errors: dict[str, list[float] | str] = {}
+    for name in names:
+        more = (sides[1], max(pack["keys"])) if pack["prefixed"] else ()
+        bounds = RaggedBounds(sides[0], max(pack["queries"]), *more)
+        shaped = (x.transpose(0, 1)[None] for x in (q, k, v))
+        call = AttentionCall(*shaped, window=pack["window"], asked=name)  # type: ignore[arg-type]
+        try:
+            call.backend()
+            out = ragged_attention(name, call, bounds)  # type: ignore[arg-type]
+        except ModelError as reason:
+            errors[name] = str(reason)
+            continue
+        found = [out[0].detach(), *torch.autograd.grad(out, (q, k, v), grad[None])]
+        pairs = zip(found, exact, strict=True)
+        errors[name] = [float((a.double() - b).norm() / max(b.norm(), floor)) for a, b in pairs]
+    return errors
+
+
+@check
+def attention_kernels_are_as_exact_as_torchs() -> str:
+    """300 random packs: output and gradients of each installed kernel are at most 1.2 times as far from float64 as
+    those of torch's varlen kernel."""
+    from verl.models.attention_backends import installed_backends
+
+    if DEVICE.type != "cuda":
+        return "needs a GPU"
+    installed, generator = installed_backends(), torch.Generator().manual_seed(0)
+    require(bool(installed), "neither flash-attn-4 nor nvidia-cudnn-frontend is installed")
+    worst = dict.fromkeys(installed, (0.0, ""))
+    left_out: dict[str, list[str]] = {name: [] for name in installed}
+    for number in range(300):
+        pack = random_pack(number, generator)
+        errors = kernel_errors(number, pack, ["varlen", *installed])
+        for name in installed:
+            if isinstance(errors[name], str):
+                left_out[name].append(f"pack {number} ({pack}): {errors[name]}")
+                continue
+            for what, gap, torchs in zip(
+                ("output", "dq", "dk", "dv"), errors[name], errors["varlen"], strict=True
+            ):
+                ratio = float(gap) / max(float(torchs), 1e-4)
+                if not ratio <= worst[name][0]:
+                    where = f"{what} of pack {number}: {float(gap):.1e} and {float(torchs):.1e}, {pack}"
+                    worst[name] = (ratio, where)
+    told = [f"{name} {worst[name][0]:.2f} ({len(left_out[name])} packs left out)" for name in installed]
+    for name, (ratio, where) in worst.items():
+        require(ratio <= 1.2, f"{told}: {name} {where}")
+        require(len(left_out[name]) <= 40, f"{told}: {name} {left_out[name][:1]}")
+    return f"error over that of torch's kernel, at most: {', '.join(told)}"
+
+
+@check
+def attention_kernels_repeat_their_bits_where_asked() -> str:
+    from verl.models.attention import AttentionCall, PackedAttention
+    from verl.models.attention_backends import installed_backends
+
+    if DEVICE.type != "cuda":
+        return "needs a GPU"
+    lengths = [900, 37, 1, 512, 300]
+    torch.manual_seed(0)
+    q, k, v = (
+        torch.randn(1, n, sum(lengths), 64, device=DEVICE).bfloat16().requires_grad_() for n in (9, 3, 3)
+    )
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        for name in installed_backends():
+            runs = []
+            for _ in range(3):
+                packed = PackedAttention.from_lengths(lengths, DEVICE, name)  # type: ignore[arg-type]
+                out = packed.attend(AttentionCall(q, k, v))
+                runs.append([out.detach(), *torch.autograd.grad(out.float().square().sum(), (q, k, v))])
+            pairs = [pair for again in runs[1:] for pair in zip(runs[0], again, strict=True)]
+            require(all(torch.equal(a, b) for a, b in pairs), f"{name} has other bits in another run")
+    finally:
+        torch.use_deterministic_algorithms(before)
+    return f"equal: {', '.join(installed_backends()) or 'no package is installed'}"
+
+
+@check
+def attention_kernels_are_captured() -> str:
+    """A graph replayed over other bounds computes what a launch does."""
+    from verl.models.attention import AttentionCall, RaggedBounds, ragged_attention
+    from verl.models.attention_backends import installed_backends
+
+    if DEVICE.type != "cuda":
+        return "needs a GPU"
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, n, 600, 64, device=DEVICE).bfloat16().requires_grad_() for n in (9, 3, 3))
+    packs = [[100, 500, 0, 0], [300, 7, 1, 292]]
+    for name in installed_backends():
+        bounds = RaggedBounds(torch.tensor([0, *packs[0]]).cumsum(0).int().to(DEVICE), 512)
+
+        def run(bounds: Any = bounds, name: Any = name) -> list[torch.Tensor]:
+            out = ragged_attention(name, AttentionCall(q, k, v), bounds)
+            return [out.detach(), *torch.autograd.grad(out.float().square().sum(), (q, k, v))]
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            run()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            found = run()
+        for pack in packs[::-1]:
+            bounds.queries.copy_(torch.tensor([0, *pack]).cumsum(0).int())
+            graph.replay()
+            torch.cuda.synchronize()
+            for what, ours, right in zip(("output", "dq", "dk", "dv"), found, run(), strict=True):
+                gap = float((ours.float() - right.float()).norm() / right.float().norm())
+                require(gap < 1e-2, f"{name}: {what} of {pack} differs by {gap:.1e} in a graph")
+    return f"equal: {', '.join(installed_backends()) or 'no package is installed'}"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -681,3 +682,19 @@ def test_a_users_own_optimizer_steps_the_model(tools):
     foreign = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     with pytest.raises(ConfigError, match="none of the model's parameters"):
         tools.engine(model=tools.model(), optimizer=foreign)
+
+
+def test_graphs_of_attention_that_a_step_builds_are_counted(tools, monkeypatch):
+    """None of the metric where no kernel has graphs; 0 in a step that builds none."""
+    engine, batch = tools.engine(model=tools.model("llama")), tools.batch()
+    metrics = engine.forward_backward(batch, tools.policy_loss)
+    assert "perf/attention_graphs_built" not in metrics
+    graphs = SimpleNamespace(built=2)
+    monkeypatch.setitem(sys.modules, "verl.models.cudnn_attention", SimpleNamespace(graphs=graphs))
+
+    def loss(output, micro):
+        graphs.built = 3
+        return tools.policy_loss(output, micro)
+
+    built = [engine.forward_backward(batch, loss)["perf/attention_graphs_built"].value for _ in range(2)]
+    assert built == [1, 0]

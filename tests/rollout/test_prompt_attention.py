@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from verl.models.attention import AttentionCall, use_verl_attention
+from verl.models.attention import AttentionCall, RaggedBounds, use_verl_attention
 from verl.rollout.base import Request, SamplingParams
 from verl.rollout.native import device_attention
 from verl.rollout.native.block_manager import Copy
@@ -66,13 +66,12 @@ def by_definition(
     return torch.stack(out)[None]
 
 
-def flash_like(
-    call: AttentionCall, cu_q: torch.Tensor, longest_q: int, keys: tuple[torch.Tensor, int]
-) -> torch.Tensor:
+def flash_like(backend: str, call: AttentionCall, bounds: RaggedBounds) -> torch.Tensor:
     """What torch documents of its varlen kernel (which needs a GPU): a causal mask aligned to the end."""
-    counts, lengths = cu_q.diff().tolist(), keys[0].diff().tolist()
-    assert (cu_q.dtype, keys[0].dtype, cu_q[0], keys[0][0]) == (torch.int32, torch.int32, 0, 0)
-    assert (longest_q, keys[1]) == (max(counts), max(lengths))
+    cu_q, (cu_k, longest_keys) = bounds.queries, bounds.key_side
+    counts, lengths = cu_q.diff().tolist(), cu_k.diff().tolist()
+    assert (cu_q.dtype, cu_k.dtype, cu_q[0], cu_k[0]) == (torch.int32, torch.int32, 0, 0)
+    assert (bounds.longest, longest_keys) == (max(counts), max(lengths))
     return by_definition(*call[:3], counts, lengths, call.scaling, call.window, None)
 
 
@@ -99,8 +98,8 @@ def test_the_flash_kernel_is_given_queries_and_keys_of_their_own_lengths(
 ) -> None:
     counts, lengths = [3, 1, 5], [9, 14, 5]
     q, k, v = tensors(counts, lengths)
-    monkeypatch.setattr(device_attention, "varlen_attention", flash_like)
-    found = ContinuedAttention(counts, lengths, lambda x: x).varlen(AttentionCall(q, k, v, 0.3, window))
+    monkeypatch.setattr(device_attention, "ragged_attention", flash_like)
+    found = ContinuedAttention(counts, lengths, lambda x: x).ragged(AttentionCall(q, k, v, 0.3, window))
     torch.testing.assert_close(found, by_definition(q, k, v, counts, lengths, 0.3, window, None))
 
 
@@ -141,12 +140,12 @@ def calls_of_a_layer(prompts: int, flash: bool, monkeypatch: pytest.MonkeyPatch)
     kernel_calls: list[int] = []
     if flash:
 
-        def kernel(call: AttentionCall, *args: Any) -> torch.Tensor:
+        def kernel(backend: str, call: AttentionCall, bounds: Any) -> torch.Tensor:
             kernel_calls.append(1)
             return torch.empty_like(call.q.transpose(1, 2))
 
-        monkeypatch.setattr(device_attention, "varlen_attention", kernel)
-        monkeypatch.setattr(inner, "padded", inner.varlen)
+        monkeypatch.setattr(device_attention, "ragged_attention", kernel)
+        monkeypatch.setattr(inner, "padded", inner.ragged)
     context = PromptAttention(TorchOps(), cache, torch.arange(sum(counts)), torch.arange(sum(lengths)), inner)
     context.attend(AttentionCall(q, k, v, layer=0))
     with Calls() as calls:

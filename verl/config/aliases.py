@@ -53,10 +53,17 @@ _RUN_ALIASES = {
     "ray_init": "ray_kwargs.ray_init",
 }
 
+
+def _attention_aliases(*models: str) -> dict[str, str]:
+    names = ("attn_implementation", "override_config.attn_implementation")
+    return {f"{model}.{name}": f"{model}.attention_backend" for model in models for name in names}
+
+
 _PROMPT_ALIASES = {"data.raw_prompts": "data.apply_chat_template"}
 
 # Old name to ours, longer ones before the sections that contain them.
 _PPO_ALIASES: dict[str, str] = {
+    **_attention_aliases(_MODEL, "critic.model"),
     f"{_ACTOR}.peft": _MODEL,
     f"{_ACTOR}.lora_rank": f"{_MODEL}.lora_rank",
     f"{_ACTOR}.lora_alpha": f"{_MODEL}.lora_alpha",
@@ -78,6 +85,7 @@ _PPO_ALIASES: dict[str, str] = {
 
 _SFT_ALIASES: dict[str, str] = {
     **_RUN_ALIASES,
+    **_attention_aliases("model"),
     "model.partial_pretrain": "model.path",
     "use_remove_padding": "model.use_remove_padding",
     "ulysses_sequence_parallel_size": "model.ulysses_sequence_parallel_size",

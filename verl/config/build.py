@@ -37,6 +37,12 @@ DTYPE_NAMES = {
     "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32", "float8": "fp8",
 }  # fmt: skip
 
+# What `attn_implementation` of transformers and verl is called here.
+ATTENTION_NAMES = {
+    "flash_attention_2": "varlen", "flash_attention_3": "fa4", "flash_attention_4": "fa4", "eager": "sdpa",
+    "flex_attention": "flex",
+}  # fmt: skip
+
 # Where to look instead, by the parts of the names with which other versions ask for it.
 _RELATED_KEYS = {
     "agents are set up in actor_rollout_ref.rollout.multi_turn": ("agent", "agent_loop", "interaction_config_path"),
@@ -49,7 +55,7 @@ _RELATED_KEYS = {
 # What another role's model takes from the actor's while its path is not given: it is then the same model.
 _MODEL_FOLLOWS = (
     "path", "tokenizer_path", "dtype", "enable_gradient_checkpointing", "enable_activation_offload",
-    "use_remove_padding", "share_prefixes", "trust_remote_code", "override_config",
+    "use_remove_padding", "share_prefixes", "attention_backend", "trust_remote_code", "override_config",
 )  # fmt: skip
 
 
@@ -92,6 +98,8 @@ class Builder:
                 values[name] = self.convert(wanted, value, full)
                 if is_dtype(metadata):
                     values[name] = DTYPE_NAMES.get(values[name], values[name])
+                elif name == "attention_backend":
+                    values[name] = ATTENTION_NAMES.get(values[name], values[name])
             except Mismatch:
                 self.problems.append(f"'{self._as_typed(full)}' is {value!r}; it must be {type_name(wanted)}")
         added = {name: values.pop(name) for name in values.keys() - declared(kind).keys()}

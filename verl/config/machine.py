@@ -185,6 +185,29 @@ def missing_packages(config: PPOConfig | OfflineConfig) -> list[str]:
     ]
 
 
+def attention_errors(config: PPOConfig | OfflineConfig, device: Device) -> list[str]:
+    """Where `attention_backend` names a kernel that this machine cannot have; a cluster's nodes are not known here."""
+    lines = []
+    for role in model_roles(config):
+        name, key = role.model.attention_backend, f"'{role.model_key}.attention_backend'"
+        if name in ("auto", "sdpa") or f"{role.model_key}.attention_backend" not in config.user_set:
+            continue
+        from verl import requirements
+
+        package = requirements.ATTENTION_PACKAGES.get(name)
+        if device.kind == "cpu":
+            lines.append(
+                f"{key} is {name}, which computes on GPUs only, and the run is on CPUs; leave it out"
+            )
+        elif package and not joins_cluster() and not requirements.attention_package_installed(name):
+            lines.append(f"{key} is {name}: {requirements.missing_attention(name)}; or leave it out")
+        elif name != "flex" and role.model.dtype == "float32":
+            lines.append(
+                f"{key} is {name}, which has no float32; leave it out, or set {role.model_key}.dtype=bfloat16"
+            )
+    return list(dict.fromkeys(lines))
+
+
 def _installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None

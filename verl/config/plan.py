@@ -12,7 +12,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from verl.config.machine import Device, local_device, machine_errors, missing_packages
+from verl.config.machine import (
+    Device,
+    attention_errors,
+    local_device,
+    machine_errors,
+    missing_packages,
+)
 from verl.config.parallelism import counted, world_size
 from verl.config.roles import ModelRole, model_roles
 from verl.config.schema import OfflineConfig, PPOConfig, PreferenceConfig
@@ -207,7 +213,8 @@ class RunPlan:
     @cached_property
     def absent(self) -> list[str]:
         """GPUs and packages that the run needs and this machine lacks."""
-        return machine_errors(self.config, self.device) + missing_packages(self.config)
+        missing = missing_packages(self.config) + attention_errors(self.config, self.device)
+        return machine_errors(self.config, self.device) + missing
 
     def batches(self, role: str = "") -> BatchPlan:
         """The batch arithmetic of a role, by default of the one first trained."""

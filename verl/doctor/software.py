@@ -21,7 +21,12 @@ from verl import __version__
 from verl.doctor.runner import Check, Status, one_line, size
 from verl.requirements import PackageRequirement, install_command, installed_version
 
-_MODULES = {"hydra-core": "hydra", "megatron-core": "megatron.core"}
+_MODULES = {
+    "hydra-core": "hydra",
+    "megatron-core": "megatron.core",
+    "flash-attn-4": "flash_attn.cute",
+    "nvidia-cudnn-frontend": "cudnn",
+}
 _CUDA_BUILD = "install the build of torch for your CUDA: see pytorch.org/get-started"
 
 
@@ -105,6 +110,20 @@ def gpus() -> Iterator[Check]:
     yield from judge_driver(len(rows), driver, torch.version.cuda, torch.cuda.is_available())
     for number in range(torch.cuda.device_count()):
         yield compute(f"cuda:{number}")
+    generations = {torch.cuda.get_device_capability(each)[0] for each in range(torch.cuda.device_count())}
+    yield from judge_attention(generations)
+
+
+def judge_attention(generations: set[int]) -> Iterator[Check]:
+    """Whether GPUs of these compute capabilities have the kernels of attention that are the fastest on them."""
+    from verl.models.attention_backends import GAIN, gains, installed_backends
+
+    if not any(gains(generation) for generation in generations):
+        return
+    if found := installed_backends():
+        yield Check("attention", "ok", f"kernels of {', '.join(found)} are used where they are the fastest")
+    else:
+        yield Check("attention", "note", GAIN, install_command("attention"))
 
 
 def _ask(command: str, *options: str) -> str:

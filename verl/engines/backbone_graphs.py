@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from verl.engines.optim import MasterAdamW
-from verl.models.attention import AttentionCall, PackedAttention, send, varlen_attention
+from verl.models.attention import RAGGED, AttentionCall, PackedAttention, RaggedBounds, ragged_attention, send
 from verl.models.introspection import backbone_of
 from verl.models.packing import Pack
 from verl.models.shared_prefixes import SharedInputs, SharedPrefixAttention, bounds_of
@@ -92,14 +92,12 @@ class _FixedAttention(PackedAttention):
     """Of a captured pass: the bounds of sequences are read from the device at every replay."""
 
     def __init__(self, cu_seqlens: torch.Tensor, size: Size) -> None:
-        super().__init__(cu_seqlens, (size.longest,), "varlen")
+        super().__init__(cu_seqlens, (size.longest,))
         self.inputs: tuple[torch.Tensor, ...] = (cu_seqlens,)
+        self._rows = size.sequences
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        call = call.within(self.lengths[0])
-        if call.backend(uniform=False) != "varlen":
-            raise _CannotCapture("its attention has no kernel for sequences of any length")
-        return varlen_attention(call, self.cu_seqlens, self.lengths[0])
+        return _attend_ragged(call.within(self.lengths[0]), self._rows, self._bounds)
 
 
 class _FixedSharedAttention:
@@ -109,13 +107,18 @@ class _FixedSharedAttention:
         at = torch.arange(max(size.keys, size.tokens + 1), device=cu_seqlens.device)
         rows, order = at[: size.keys].clamp(max=size.tokens - 1), at[: size.keys]
         self.inputs = SharedInputs(cu_seqlens, cu_seqlens.clone(), rows, order, at[: size.tokens + 1].clone())
-        self.longest = size.longest
+        self._bounds, self._rows = self.inputs.ragged(size.longest, size.longest), size.sequences
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        call = self.inputs.copied(call.within(self.longest))
-        if call.backend(uniform=False) != "varlen":
-            raise _CannotCapture("its attention has no kernel for sequences of any length")
-        return self.inputs.attend(call, self.longest, self.longest)
+        call = self.inputs.copied(call.within(self._bounds.longest))
+        return _attend_ragged(call, self._rows, self._bounds)
+
+
+def _attend_ragged(call: AttentionCall, rows: int, bounds: RaggedBounds) -> torch.Tensor:
+    backend = call.backend(rows, bounds.longest)
+    if backend not in RAGGED:
+        raise _CannotCapture("its attention has no kernel for sequences of any length")
+    return ragged_attention(backend, call, bounds)
 
 
 def attention_inputs(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -184,6 +185,18 @@ def shared_tokens(label: str, packed: Pack, parts: int) -> dict[str, Metric]:
     """The share of a micro-batch's tokens that is not computed; `parts`: ranks that split the pack."""
     tokens = packed.repeated + packed.input_ids.numel() * parts
     return {f"perf/shared_tokens/{label}": Metric(packed.repeated / tokens, weight=tokens)}
+
+
+def attention_graphs() -> int:
+    """How many of cuDNN's graphs this process has; its module is loaded by the first attention that uses one."""
+    module = sys.modules.get("verl.models.cudnn_attention")
+    return 0 if module is None else int(module.graphs.built)
+
+
+def graphs_built(before: int) -> list[dict[str, Metric]]:
+    """How many were built since there were `before`; nothing where there are none."""
+    now = attention_graphs()
+    return [{"perf/attention_graphs_built": Metric(now - before, "max")}] if now else []
 
 
 def consecutive(rows: list[int], together: int) -> list[list[int]]:

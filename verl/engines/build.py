@@ -152,7 +152,7 @@ def _try_pass(module: Any, settings: EngineSettings) -> None:
 def _use_packed_attention(module: Any, settings: EngineSettings, sequence: SequenceGroup | None) -> bool:
     """Whether the model shall be packed and takes our attention."""
     wanted = bool(settings.model.use_remove_padding)
-    packed = wanted and use_verl_attention(module)
+    packed = wanted and use_verl_attention(module, settings.attention_backend(module.config))
     if sequence is not None:
         from verl.models.ulysses import SIZE_KEY, check_heads
 

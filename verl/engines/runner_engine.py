@@ -19,6 +19,7 @@ from torch import nn
 from verl.algorithms.aggregation import batch_counts
 from verl.config.parallelism import layout_of
 from verl.data.proto import DataProto
+from verl.engines import budget
 from verl.engines.base import EngineInfo, LossFn, TrainEngine, TrainState
 from verl.engines.microbatch_runner import MicroBatchRunner
 from verl.engines.offload import ModelMemory
@@ -120,7 +121,9 @@ class RunnerEngine(TrainEngine):
         with self.watching():
             batch.meta_info = self._with_counts(batch)
             self._guard.remember(batch)
+            before = budget.attention_graphs()
             metrics = self._runner.forward_backward(batch, loss_fn, options, teacher)
+            metrics += budget.graphs_built(before)
             if "optimizer" not in self._offloaded:
                 optimizer.prepare_step()  # before the host waits for the metrics
             return reduce_metrics(metrics)

@@ -15,6 +15,7 @@ from verl.engines.microbatch_runner import RunnerOptions
 from verl.engines.offload import ActivationOffload
 from verl.engines.optim import Schedule
 from verl.errors import ModelError
+from verl.models.attention import Backend
 from verl.models.loading import parameter_dtype
 
 Kind = Literal["actor", "ref", "critic", "reward"]
@@ -51,6 +52,15 @@ class EngineSettings:
     @property
     def lora(self) -> bool:
         return self.trained and self.model.lora_rank > 0
+
+    def attention_backend(self, config: Any) -> Backend:
+        """`model.attention_backend`, which must be able to compute the attention of a model with this config."""
+        backend: Backend = self.model.attention_backend
+        if backend != "auto" or self.device.type == "cuda":
+            from verl.models.attention_backends import check_backend
+
+            check_backend(backend, config.get_text_config(), self.device, self.dtype)
+        return backend
 
     def load_options(self) -> dict[str, Any]:
         """How `model.path` is opened; an error without one."""

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import groupby
 from typing import Any, Literal, NamedTuple, Protocol, cast
@@ -33,7 +33,10 @@ _FEWEST_FLEX = 128
 _LARGEST_FLASH_HEAD = 256
 _FEWEST_QUERIES = 512
 """Queries of a sliding window that are served at once."""
-Backend = Literal["auto", "sdpa", "varlen", "flex"]
+Backend = Literal["auto", "sdpa", "varlen", "flex", "cudnn", "fa4"]
+RAGGED = ("varlen", "cudnn", "fa4")
+"""The kernels for sequences of any lengths."""
+_UNBOUNDED = 1 << 30
 
 
 class AttentionCall(NamedTuple):
@@ -47,6 +50,7 @@ class AttentionCall(NamedTuple):
     window: int | None = None
     softcap: float | None = None
     layer: int = 0
+    asked: Backend = "auto"  # the key `model.attention_backend`
 
     def on(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> AttentionCall:
         """The same attention of other tensors."""
@@ -57,10 +61,17 @@ class AttentionCall(NamedTuple):
         covered = self.window is not None and self.window >= longest
         return self._replace(window=None) if covered else self
 
-    def backend(self, uniform: bool) -> Backend:
-        """The kernel for it; see `choose_backend`."""
+    def backend(self, rows: int = 1, longest: int = _UNBOUNDED, uniform: bool = False) -> Backend:
+        """The kernel for it in a pack of so many sequences of at most `longest` keys; `uniform`: all have one length.
+        Without these it does not depend on them."""
         sizes = (self.q.shape[-1], self.v.shape[-1])
-        return choose_backend(self.q.is_cuda, self.q.dtype, sizes, uniform, self.window, self.softcap)
+        own = choose_backend(self.q.is_cuda, self.q.dtype, sizes, uniform, self.window, self.softcap)
+        half = self.q.dtype in (torch.bfloat16, torch.float16)
+        if not (self.q.is_cuda and half) or is_in_torch_dispatch_mode():
+            return own
+        from verl.models.attention_backends import choose_installed
+
+        return choose_installed(self, own, rows, longest)
 
 
 class AttentionContext(Protocol):
@@ -92,8 +103,8 @@ def _attention(
             "the attention implementation 'verl' needs a context; call the model through a verl engine, or "
             "model.set_attn_implementation('sdpa')"
         )
-    layer = getattr(module, "layer_idx", None) or 0
-    return verl_attn.attend(AttentionCall(q, k, v, scaling, sliding_window, softcap, layer)), None
+    asked, layer = asked_backend(module), getattr(module, "layer_idx", None) or 0
+    return verl_attn.attend(AttentionCall(q, k, v, scaling, sliding_window, softcap, layer, asked)), None
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
@@ -133,9 +144,11 @@ def register_attention(outside_graphs: bool = False) -> None:
     AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)
 
 
-def use_verl_attention(model: Any) -> bool:
-    """Switch a Hugging Face model to "verl". False when its attention cannot be exchanged (it must stay padded)."""
+def use_verl_attention(model: Any, backend: Backend = "auto") -> bool:
+    """Switch a Hugging Face model to "verl" with this `model.attention_backend`. False when its attention cannot be
+    exchanged (it must stay padded)."""
     register_attention()
+    set_backend(model, backend)
     if not getattr(model, "_supports_attention_backend", False):
         return False
     try:
@@ -144,6 +157,17 @@ def use_verl_attention(model: Any) -> bool:
         log.debug("%s keeps its own attention: %s", type(model).__name__, error)
         return False
     return bool(model.config._attn_implementation == ATTENTION_NAME)
+
+
+def set_backend(model: nn.Module, backend: Backend) -> None:
+    """Let the layers of a model ask for a kernel (`model.attention_backend`)."""
+    for module in model.modules():
+        if hasattr(module, "layer_idx"):
+            module.verl_attention_backend = backend  # type: ignore[assignment]
+
+
+def asked_backend(module: nn.Module) -> Backend:
+    return cast(Backend, getattr(module, "verl_attention_backend", "auto"))
 
 
 def caps_scores(model: Any) -> bool:
@@ -169,8 +193,17 @@ class PackedAttention:
     `lengths` is the same on the host, so that no kernel launch has to ask the device. (No dataclass: FSDP2 would copy
     it for every layer when it casts inputs, and the masks would be made again in each.)"""
 
-    def __init__(self, cu_seqlens: torch.Tensor, lengths: Sequence[int], backend: Backend = "auto") -> None:
-        self.cu_seqlens, self.lengths, self.backend = cu_seqlens, lengths, backend
+    def __init__(
+        self,
+        cu_seqlens: torch.Tensor,
+        lengths: Sequence[int],
+        backend: Backend = "auto",
+        by_shape: bool = True,
+    ) -> None:
+        """`backend`: a kernel for all calls, whatever the model's key says. `by_shape`: which kernel computes a
+        sequence may depend on those beside it."""
+        self.cu_seqlens, self.lengths, self.backend, self._by_shape = cu_seqlens, lengths, backend, by_shape
+        self._bounds = RaggedBounds(cu_seqlens, max(lengths, default=0))
         self._flex_masks: dict[int | None, Any] = {}
 
     @classmethod
@@ -187,21 +220,22 @@ class PackedAttention:
             raise RuntimeError(
                 f"packed attention got {tuple(call.q.shape)} for sequences of lengths {list(self.lengths)}"
             )
-        call = call.within(max(self.lengths))
+        longest = self._bounds.longest
+        call = call.within(longest)
         backend = self.backend
         if backend == "auto":
-            backend = call.backend(uniform=len(set(self.lengths)) == 1)
+            rows, most = (len(self.lengths), longest) if self._by_shape else (1, _UNBOUNDED)
+            backend = call.backend(rows, most, uniform=len(set(self.lengths)) == 1)
             if backend == "flex" and tokens < _FEWEST_FLEX:
                 backend = "sdpa"
-        if backend == "varlen":
-            return varlen_attention(call, self.cu_seqlens, max(self.lengths))
+        if backend in RAGGED:
+            return ragged_attention(backend, call, self._bounds)
         if backend == "flex":
             return self._flex(call)
         return dense_runs(call, [(length, length) for length in self.lengths])
 
     def _flex(self, call: AttentionCall) -> torch.Tensor:
-        q, k, v = call[:3]
-        mask = self._flex_mask(call.window, q.device)
+        (q, k, v), mask = call[:3], self._flex_mask(call.window, call.q.device)
         score_mod = softcap_mod(float(call.softcap), q.device) if call.softcap is not None else None
         grouped = q.shape[1] != k.shape[1]
         out = compiled_flex()(
@@ -253,13 +287,12 @@ def choose_backend(
 ) -> Backend:
     """The kernel for a pack with heads of `sizes` (keys, values); `uniform`: all its sequences have one length.
 
-    The varlen kernel is the fastest there is for a ragged pack in half precision, and the only one that knows a
-    sliding window without a mask of length times length. A pack of sequences of one length is an ordinary batch, for
-    which the dense kernels are at least as good. FlexAttention serves soft-capping, which the flash kernels lack;
-    float32 and large heads, which they lack too, go by runs of one length."""
-    if (
-        not on_cuda or is_in_torch_dispatch_mode()
-    ):  # there (`float32_arithmetic`) FlexAttention cannot compile
+    The varlen kernel is torch's fastest for a ragged pack in half precision, and its only one that knows a sliding
+    window without a mask of length times length. A pack of sequences of one length is an ordinary batch, for which the
+    dense kernels are at least as good. FlexAttention serves soft-capping; float32 and large heads go by runs of one
+    length. (`verl.models.attention_backends` has the kernels of other packages.)"""
+    # FlexAttention cannot compile inside a dispatch mode (`float32_arithmetic`).
+    if not on_cuda or is_in_torch_dispatch_mode():
         return "sdpa"
     if softcap is not None:
         return "flex"
@@ -271,7 +304,7 @@ def choose_backend(
 def dense_attention(call: AttentionCall) -> torch.Tensor:
     """Causal attention of [rows, H, L, D] with as little masking as the case allows. With more keys than queries, the
     last query sees the last key."""
-    q, k, v, scaling, window, softcap, _ = call
+    q, k, v, scaling, window, softcap, *_ = call
     length, before = q.shape[2], k.shape[2] - q.shape[2]
     if softcap is not None:
         return _softcapped_attention(call, softcap)
@@ -325,17 +358,57 @@ def _softcapped_attention(call: AttentionCall, softcap: float) -> torch.Tensor:
     return torch.softmax(scores, dim=-1, dtype=wide).to(v.dtype) @ v
 
 
-def varlen_attention(
-    call: AttentionCall, cu_seqlens: torch.Tensor, longest: int, keys: tuple[torch.Tensor, int] | None = None
-) -> torch.Tensor:
-    """Causal attention of sequences end to end by torch's varlen kernel, whose signature has grown between releases.
-    The last query of each sees its last key; `keys` gives the bounds of the keys where they differ."""
+@dataclass(eq=False)
+class RaggedBounds:
+    """Where sequences that lie end to end begin on the device, and how many tokens the longest has at most."""
+
+    queries: torch.Tensor
+    longest: int
+    keys: torch.Tensor | None = None
+    """Of the keys, where they are not those of the queries: the last query of each sees its last key."""
+    longest_keys: int = 0
+    kept: dict[Any, Any] = field(default_factory=dict)
+    """What a kernel derives from them; the first layer of a pass makes it anew."""
+
+    @property
+    def key_side(self) -> tuple[torch.Tensor, int]:
+        return (self.queries, self.longest) if self.keys is None else (self.keys, self.longest_keys)
+
+
+def ragged_attention(backend: Backend, call: AttentionCall, bounds: RaggedBounds) -> torch.Tensor:
+    """Causal attention of sequences end to end by one of the kernels `RAGGED`."""
+    filled, size, out = filled_heads(call), call.v.shape[-1], None
+    if backend == "fa4":
+        from verl.models.attention_backends import flash_attention_4
+
+        out = flash_attention_4(filled, bounds)
+    elif backend == "cudnn":
+        from verl.models import cudnn_attention
+
+        out = cudnn_attention.attend(filled, bounds)
+    if out is None:
+        out = _varlen_attention(filled, bounds)
+    return (out if out.shape[-1] == size else out[..., :size]).unsqueeze(0)
+
+
+def filled_heads(call: AttentionCall) -> AttentionCall:
+    """As [N, H, D] each, as wide as the flash kernels have them: they know one size for queries, keys and values, and
+    only multiples of 8. Zeros change no score."""
+    # Not x[0], nor slices of everything: their backward passes fill and copy a tensor.
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in call[:3])
+    size = q.shape[-1]
+    wide = -(-max(size, v.shape[-1]) // 8) * 8
+    scaling = size**-0.5 if wide != size and call.scaling is None else call.scaling
+    q, k, v = (x if x.shape[-1] == wide else F.pad(x, (0, wide - x.shape[-1])) for x in (q, k, v))
+    return call._replace(q=q, k=k, v=v, scaling=scaling)
+
+
+def _varlen_attention(call: AttentionCall, bounds: RaggedBounds) -> torch.Tensor:
+    """By torch's varlen kernel, whose signature has grown between releases: [N, H, D] each to [N, H, D]."""
     from torch.nn.attention import varlen
 
     known = _parameters(varlen.varlen_attn)
-    # Not x[0], nor slices of everything: their backward passes fill and copy a tensor.
-    q, k, v = (x.squeeze(0).transpose(0, 1) for x in call[:3])
-    scaling, window = call.scaling, call.window
+    q, k, v, scaling, window, *_ = call
     options: dict[str, Any] = {}
     if window is None and "is_causal" in known:
         options["is_causal"] = True
@@ -343,22 +416,15 @@ def varlen_attention(
         options["window_size"] = (-1 if window is None else window - 1, 0)
     else:
         raise RuntimeError("this torch has no sliding window in its varlen attention; use the flex backend")
-    size, value_size = q.shape[-1], v.shape[-1]
-    # The flash kernels know one size for queries, keys and values, and only multiples of 8. Zeros change no score.
-    wide = -(-max(size, value_size) // 8) * 8
-    if wide != size and scaling is None:
-        scaling = size**-0.5
-    q, k, v = (x if x.shape[-1] == wide else F.pad(x, (0, wide - x.shape[-1])) for x in (q, k, v))
     if scaling is not None and "scale" in known:
         options["scale"] = scaling
     elif scaling is not None:
         q = q * (scaling * q.shape[-1] ** 0.5)
     if q.shape[1] != k.shape[1] and "enable_gqa" in known:
         options["enable_gqa"] = True  # earlier releases group heads without being told
-    cu_keys, longest_keys = keys or (cu_seqlens, longest)
-    out = varlen.varlen_attn(q, k, v, cu_seqlens, cu_keys, longest, longest_keys, **options)
-    out = cast(torch.Tensor, out)
-    return (out if value_size == wide else out[..., :value_size]).unsqueeze(0)
+    cu_keys, longest_keys = bounds.key_side
+    out = varlen.varlen_attn(q, k, v, bounds.queries, cu_keys, bounds.longest, longest_keys, **options)
+    return cast(torch.Tensor, out)
 
 
 @lru_cache(maxsize=2)

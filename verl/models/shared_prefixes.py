@@ -16,7 +16,14 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 
-from verl.models.attention import AttentionCall, dense_runs, send, varlen_attention
+from verl.models.attention import (
+    RAGGED,
+    AttentionCall,
+    RaggedBounds,
+    dense_runs,
+    ragged_attention,
+    send,
+)
 from verl.models.kernels import triton_fault
 
 FEWEST_SHARED = 8
@@ -150,12 +157,17 @@ class SharedPrefixAttention:
         """Made when they are first needed: a captured pass has its own."""
         return SharedInputs.of(self.lengths, self.key_lengths, self.key_index, self._device)
 
+    @cached_property
+    def _bounds(self) -> RaggedBounds:
+        return self._inputs.ragged(max(self.lengths), max(self.key_lengths))
+
     def attend(self, call: AttentionCall) -> torch.Tensor:
         longest = max(self.key_lengths)
         call = self._inputs.copied(call.within(longest))
-        if call.backend(uniform=False) != "varlen":
+        backend = call.backend(len(self.segments), longest)
+        if backend not in RAGGED:
             return dense_runs(call, self.segments)
-        return self._inputs.attend(call, max(self.lengths), longest)
+        return ragged_attention(backend, call, self._bounds)
 
 
 class SharedInputs(NamedTuple):
@@ -179,8 +191,9 @@ class SharedInputs(NamedTuple):
         copies = RowCopies(self.rows, self.order, self.bounds)
         return call.on(call.q, copy_tokens(call.k, copies), copy_tokens(call.v, copies))
 
-    def attend(self, copied: AttentionCall, longest: int, longest_keys: int) -> torch.Tensor:
-        return varlen_attention(copied, self.cu_queries, longest, (self.cu_keys, longest_keys))
+    def ragged(self, longest: int, longest_keys: int) -> RaggedBounds:
+        """Of the queries and the copied keys."""
+        return RaggedBounds(self.cu_queries, longest, self.cu_keys, longest_keys)
 
 
 def bounds_of(lengths: Sequence[int]) -> np.ndarray:

@@ -14,6 +14,7 @@ from verl.config.methods import POLICY_LOSS, PREFERENCE_LOSS, builtin_names, rea
 from verl.config.sections.algorithm import KL_TYPES
 
 MODEL_DTYPES = ("auto", "float32", "bfloat16", "float16")
+ATTENTION_BACKENDS = ("auto", "sdpa", "varlen", "flex", "cudnn", "fa4")
 SAVE_CONTENTS = ("model", "optimizer", "extra", "hf_model")
 
 
@@ -30,6 +31,12 @@ class ModelConfig:
     share_prefixes: bool = key(
         True,
         "compute common beginnings of rows, such as a group's prompt, once",
+        used_if=".use_remove_padding",
+    )
+    attention_backend: str = key(
+        "auto",
+        "kernel of packed attention; auto: the fastest installed for a pack's shape (cudnn, fa4: extra attention)",
+        known=ATTENTION_BACKENDS,
         used_if=".use_remove_padding",
     )
     peft_type: str = key("lora", "kind of adapter", known=("lora",), used_if=".lora_rank")

@@ -22,6 +22,7 @@ from verl.engines.settings import EngineSettings, Kind, read_settings
 from verl.engines.sharding import EngineRanks
 from verl.engines.weights import copy_to_meta
 from verl.errors import ConfigError, ModelError
+from verl.models.attention import set_backend
 from verl.models.introspection import decoder_layers, position_limit, token_weights
 from verl.models.kernels import triton_fault
 from verl.models.meta_init import ParameterIndex
@@ -62,6 +63,7 @@ def build_megatron(
         recompute=trained and model_cfg.enable_gradient_checkpointing,
         fused=device.type == "cuda" and triton_fault(device) is None,
     )
+    set_backend(stage, settings.attention_backend(hf.config))
     stage.requires_grad_(trained)
     if trained and model_cfg.freeze_embeddings and groups.first:
         stage.gpt.embedding.requires_grad_(False)

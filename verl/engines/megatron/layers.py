@@ -17,7 +17,7 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from verl.engines.megatron.groups import ParallelGroups
-from verl.models.attention import AttentionCall
+from verl.models.attention import AttentionCall, asked_backend
 
 
 @dataclass
@@ -96,7 +96,9 @@ class SelfAttention(nn.Module):
         if self.q_layernorm is not None and self.k_layernorm is not None:
             q, k = self.q_layernorm(q), self.k_layernorm(k)
         q, k = apply_rotary_pos_emb(q, k, *rotary_pos_emb)  # [1, heads, N, head_dim]
-        out = packed_seq_params.attend(AttentionCall(q, k, v, self.scaling, self.sliding_window))
+        asked = asked_backend(self)
+        call = AttentionCall(q, k, v, self.scaling, self.sliding_window, layer=self.layer_idx, asked=asked)
+        out = packed_seq_params.attend(call)
         out, _ = self.linear_proj(out.flatten(2).transpose(0, 1))
         return out, None
 

@@ -17,7 +17,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from verl.models.attention import AttentionCall, PackedAttention, varlen_attention
+from verl.models.attention import (
+    RAGGED,
+    AttentionCall,
+    Backend,
+    PackedAttention,
+    RaggedBounds,
+    ragged_attention,
+)
 from verl.rollout.native.device_state import DeviceCache, as_bytes
 from verl.rollout.native.ops import DecodeInputs, Ops, decode_slots, dot_product_attention
 from verl.rollout.native.scheduler import Chunk
@@ -95,7 +102,9 @@ def prompt_inputs(
         part[: len(array)] for part, array in zip(parts, arrays, strict=True)
     )
     cu_q, cu_k = F.pad(torch.stack([ends_q, ends_k]), (1, 0)).to(torch.int32)
-    inner: PackedAttention | ContinuedAttention = PackedAttention(cu_q, tuple(counts.tolist()))
+    inner: PackedAttention | ContinuedAttention = PackedAttention(
+        cu_q, tuple(counts.tolist()), by_shape=False
+    )
     if continued:
         inner = ContinuedAttention(counts, lengths, send, (cu_q, cu_k))
     attention = PromptAttention(ops, cache, inputs[2], context_slots if continued else None, inner)
@@ -121,21 +130,25 @@ class ContinuedAttention:
         self._send = send
         self._ends_q, self._ends_k = self.counts.cumsum(), self.lengths.cumsum()
         self._bounds = bounds
+        self._ragged: RaggedBounds | None = None
         self._batches: list[_PaddedBatch] | None = None
         self._order_N: torch.Tensor | None = None
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         call = call.within(int(self.lengths.max()))
-        return self.varlen(call) if call.backend(uniform=False) == "varlen" else self.padded(call)
+        backend = call.backend()
+        return self.ragged(call, backend) if backend in RAGGED else self.padded(call)
 
-    def varlen(self, call: AttentionCall) -> torch.Tensor:
-        """One call of the flash kernel. Its causal mask is aligned to the end: the last query sees the last key."""
-        if self._bounds is None:
-            ends = np.stack([self._ends_q, self._ends_k]).astype(np.int32)
-            cu_q, cu_k = self._send(torch.from_numpy(np.pad(ends, ((0, 0), (1, 0)))))
-            self._bounds = cu_q, cu_k
-        cu_q, cu_k = self._bounds
-        return varlen_attention(call, cu_q, int(self.counts.max()), (cu_k, int(self.lengths.max())))
+    def ragged(self, call: AttentionCall, backend: Backend = "varlen") -> torch.Tensor:
+        """One call of a flash kernel. Its causal mask is aligned to the end: the last query sees the last key."""
+        if self._ragged is None:
+            bounds = self._bounds
+            if bounds is None:
+                ends = np.stack([self._ends_q, self._ends_k]).astype(np.int32)
+                cu_q, cu_k = self._send(torch.from_numpy(np.pad(ends, ((0, 0), (1, 0)))))
+                bounds = cu_q, cu_k
+            self._ragged = RaggedBounds(bounds[0], int(self.counts.max()), bounds[1], int(self.lengths.max()))
+        return ragged_attention(backend, call, self._ragged)
 
     def padded(self, call: AttentionCall) -> torch.Tensor:
         """Dense attention over padded batches, where no flash kernel serves: float32, capped scores, no GPU."""

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from verl.errors import ConfigError
-from verl.models.attention import AttentionCall
+from verl.models.attention import AttentionCall, Backend, asked_backend
 from verl.models.introspection import backbone_of, class_of, output_head
 from verl.rollout.native.ops import (
     FP8_MAX,
@@ -230,6 +230,8 @@ class FusedLayer:
     scale: float
     plain: PlainProducts
     """What prompts are multiplied with."""
+    backend: Backend
+    """`model.attention_backend`, for prompts."""
 
 
 class FusedDecoder(Backbone):
@@ -318,7 +320,7 @@ class FusedDecoder(Backbone):
                 part.transpose(0, 1)[None]
                 for part in qkv.unflatten(1, (-1, dim)).split([self.heads, kv_heads, kv_heads], dim=1)
             )
-            call = AttentionCall(q, k, v, layer.scale, layer.window, None, index)
+            call = AttentionCall(q, k, v, layer.scale, layer.window, None, index, layer.backend)
             x = _linear(weights.out, attention.read(call)[0].flatten(1))
             normed, residual = ops.add_rms_norm(x, residual, layer.output_norm, self.eps)
             both = side_by_side(normed, (weights.gate, weights.up))
@@ -359,4 +361,5 @@ def _match_layer(layer: Any, fp8: bool) -> FusedLayer | None:
         window=window,
         scale=float(attention.scaling),
         plain=plain,
+        backend=asked_backend(attention),
     )

@@ -65,7 +65,7 @@ def decode_slots(rows: DecodeInputs, block_size: int, blocks: int) -> Tensor:
 
 def dot_product_attention(call: AttentionCall, mask: Tensor | None) -> Tensor:
     """SDPA, or its plain form where scores are capped."""
-    q, k, v, scaling, _, softcap, _ = call
+    q, k, v, scaling, _, softcap, *_ = call
     if softcap is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
     scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scaling is None else scaling)

@@ -1,0 +1,272 @@
+"""Attention kernels of packages that need not be installed: flash-attn-4 (`fa4`) and cuDNN's graphs (`cudnn`).
+
+`choose_installed` says which kernel computes an attention, from the key `model.attention_backend` or, where that is
+`auto`, from a table of measurements. Neither package is imported before one of its kernels is used.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from verl.errors import ModelError
+from verl.requirements import (
+    ATTENTION_PACKAGES,
+    attention_package_installed,
+    install_command,
+    missing_attention,
+)
+
+if TYPE_CHECKING:
+    from verl.models.attention import AttentionCall, Backend, RaggedBounds
+
+log = logging.getLogger(__name__)
+
+KEY = "model.attention_backend"
+_LARGEST_HEAD = 256
+_GENERATIONS = (9, 10)
+"""Hopper and Blackwell: what both packages have forward and backward kernels for."""
+
+
+ANY_LENGTH = 1 << 30
+"""The longest row where the choice must not depend on it."""
+
+
+class Measured(NamedTuple):
+    """Which kernels were the fastest for packs up to a head size and a longest sequence, from so many rows on."""
+
+    generation: int
+    head_size: int
+    longest: int
+    fewest_rows: int
+    order: tuple[Backend, ...]
+
+
+MEASURED = (
+    # 75 rows of 219 tokens, 9 / 3 heads of 64: varlen 0.92 ms forward and backward, fa4 0.64, cudnn 0.27.
+    Measured(9, 64, 512, 16, ("cudnn", "fa4")),
+    # 1 x 16,384, 14 / 2 heads of 64: 6.13, 3.14, 4.20. 28 / 4 of 128: 21.4, 11.3, 13.1.
+    # 9 rows of 488 to 4,096, 12 / 2 heads of 128: 2.04, 0.95, 1.04.
+    Measured(9, 128, ANY_LENGTH, 1, ("fa4", "cudnn")),
+)
+"""The first that covers a pack counts; for others torch's own kernels are taken."""
+
+
+GAIN = (
+    "this GPU computes packed attention two to three times as fast with the packages of the extra attention"
+)
+
+
+def gains(generation: int) -> bool:
+    """Whether other kernels than torch's were measured to be faster on a GPU of this compute capability."""
+    return any(row.generation == generation for row in MEASURED)
+
+
+def fastest(generation: int, head_size: int, rows: int, longest: int) -> tuple[Backend, ...]:
+    for row in MEASURED:
+        covered = head_size <= row.head_size and longest <= row.longest and rows >= row.fewest_rows
+        if covered and generation == row.generation:
+            return row.order
+    return ()
+
+
+@lru_cache(maxsize=1)
+def installed_backends() -> tuple[str, ...]:
+    """Those of packages that are installed; nothing is imported."""
+    return tuple(name for name in ATTENTION_PACKAGES if attention_package_installed(name))
+
+
+def choose_installed(call: AttentionCall, own: Backend, rows: int, longest: int) -> Backend:
+    """The kernel for a pack of so many rows of at most `longest` keys; `own`: what torch itself would be asked for."""
+    asked = call.asked
+    if asked == "auto" and not installed_backends():
+        return own
+    if asked != "auto":
+        if asked != "sdpa" and (fault := backend_fault(asked, HeadForm.of(call))):
+            raise ModelError(f"{KEY}={asked}: {fault}; auto takes a kernel that can")
+        return asked
+    size = max(call.q.shape[-1], call.v.shape[-1])
+    for name in fastest(_generation(call.q.device), size, rows, longest):
+        if name == "cudnn" and (own == "sdpa" or longest >= ANY_LENGTH):
+            return own  # torch's dense kernel for rows of one length is cuDNN's; and its graphs are chosen by shape
+        if backend_fault(name, HeadForm.of(call)) is None:
+            return name
+    return own
+
+
+@lru_cache(maxsize=16)
+def advise(device: torch.device, backend: Backend) -> None:
+    """Say once what to install on a GPU that would gain from it."""
+    if (
+        backend == "auto"
+        and device.type == "cuda"
+        and gains(_generation(device))
+        and not installed_backends()
+    ):
+        log.info("attention: %s: %s", GAIN, install_command("attention"))
+
+
+@lru_cache(maxsize=16)
+def _generation(device: torch.device) -> int:
+    return torch.cuda.get_device_capability(device)[0]
+
+
+class HeadForm(NamedTuple):
+    """What of an attention decides whether a kernel has it."""
+
+    device: torch.device
+    dtype: torch.dtype
+    heads: int
+    kv_heads: int
+    size: int
+    windowed: bool = False
+    softcap: float | None = None
+
+    @staticmethod
+    def of(call: AttentionCall) -> HeadForm:
+        size = max(call.q.shape[-1], call.v.shape[-1])
+        heads, windowed = (call.q.shape[1], call.k.shape[1]), call.window is not None
+        return HeadForm(call.q.device, call.q.dtype, *heads, size, windowed, call.softcap)
+
+
+def backend_fault(name: Backend, form: HeadForm) -> str | None:
+    """Why a kernel cannot compute such an attention, or None."""
+    if form.device.type != "cuda":
+        return "it computes on GPUs only"
+    if name == "flex":
+        return None
+    if form.dtype not in (torch.bfloat16, torch.float16):
+        return f"it computes in bfloat16 or float16, not in {str(form.dtype).removeprefix('torch.')}"
+    if form.size > _LARGEST_HEAD:
+        return f"its kernels have heads of at most {_LARGEST_HEAD}, the model's have {form.size}"
+    if form.softcap is not None and name != "fa4":
+        return "it does not cap scores as the model does; fa4 and flex do"
+    if name == "varlen":
+        return None
+    if name not in installed_backends():
+        return missing_attention(name)
+    generation = _generation(form.device)
+    if generation not in _GENERATIONS:
+        return f"it needs a GPU of compute capability 9 or 10, this one has {generation}"
+    if name == "cudnn":
+        return None  # each graph says for itself
+    return _fa4_fault(form, torch.are_deterministic_algorithms_enabled())
+
+
+def check_backend(backend: Backend, config: Any, device: torch.device, dtype: torch.dtype) -> None:
+    """Refuse `model.attention_backend` where it cannot compute the attention of a model with this text config, and say
+    where another kernel is to be had."""
+    advise(device, backend)
+    if backend in ("auto", "sdpa"):
+        return
+    heads = int(config.num_attention_heads)
+    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    size = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    softcap = getattr(config, "attn_logit_softcapping", None)
+    if fault := backend_fault(backend, HeadForm(device, dtype, heads, kv_heads, size, softcap=softcap)):
+        raise ModelError(f"{KEY}={backend}: {fault}; auto takes a kernel that can")
+
+
+# -- flash-attn-4 ---------------------------------------------------------------------------------------------------
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels are kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "verl" / "flash_attn_4"
+
+
+@lru_cache(maxsize=1)
+def _flash_attention() -> Callable[..., Any]:
+    # Read when the package is imported.
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(cache_folder()))
+    from flash_attn.cute import flash_attn_varlen_func  # type: ignore[import-not-found, unused-ignore]
+
+    return flash_attn_varlen_func  # type: ignore[no-any-return, unused-ignore]
+
+
+class _Side(NamedTuple):
+    """Bounds of the sequences of the queries or the keys, and the tokens of the longest."""
+
+    bounds: torch.Tensor
+    longest: int
+
+
+def _flash(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    queries: _Side,
+    keys: _Side,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    found = _flash_attention()(
+        q,
+        k,
+        v,
+        cu_seqlens_q=queries.bounds,
+        cu_seqlens_k=keys.bounds,
+        max_seqlen_q=queries.longest,
+        max_seqlen_k=keys.longest,
+        softmax_scale=scaling,
+        causal=True,
+        window_size=(None, None) if window is None else (window - 1, 0),
+        softcap=softcap or 0.0,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
+    out: torch.Tensor = found[0] if isinstance(found, tuple) else found
+    return out
+
+
+def flash_attention_4(call: AttentionCall, bounds: RaggedBounds) -> torch.Tensor:
+    """From [N, H, D] each to [N, H, D]."""
+    sides = _Side(bounds.queries, bounds.longest), _Side(*bounds.key_side)
+    return _flash(*call[:3], *sides, call.scaling, call.window, call.softcap)
+
+
+@lru_cache(maxsize=64)
+def _fa4_fault(form: HeadForm, deterministic: bool) -> str | None:
+    """Why flash-attn-4 cannot compute it, or None: its kernels are compiled when first used, and a backward pass could
+    no longer choose another. (`deterministic` is what torch says; other kernels are compiled for it.)"""
+    device, size = form.device, -(-form.size // 8) * 8
+
+    def run() -> None:
+        with torch.cuda.device(device):
+            q, k, v = (
+                torch.zeros(14, heads, size, device=device, dtype=form.dtype, requires_grad=True)
+                for heads in (form.heads, form.kv_heads, form.kv_heads)
+            )
+            side = _Side(torch.tensor([0, 5, 14], dtype=torch.int32, device=device), 9)
+            out = _flash(q, k, v, side, side, None, 3 if form.windowed else None, form.softcap)
+            torch.autograd.grad(out.sum(), (q, k, v))
+            torch.cuda.synchronize(device)
+
+    start = time.perf_counter()
+    folder = os.environ.get("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", cache_folder())
+    log.info(
+        "attention: flash-attn-4 loads its kernels for heads of %d, or compiles them into %s", size, folder
+    )
+    try:
+        # A thread of its own: hooks on saved tensors and modes of this one, such as those of checkpointing, are not
+        # meant for it.
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(run).result()
+    except Exception as error:  # compilers fail with anything
+        reason = (str(error).strip().splitlines() or [""])[0][:200]
+        fault = f"flash-attn-4 cannot compute with heads of {size} here ({type(error).__name__}: {reason})"
+        log.warning("attention: %s", fault)
+        return fault
+    log.info(
+        "attention: flash-attn-4's kernels for heads of %d took %.1f s", size, time.perf_counter() - start
+    )
+    return None
