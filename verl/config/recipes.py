@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.config.keys import Key, nearest, schema_keys, sections
+from verl.config.keys import Key, did_you_mean, schema_keys, sections
 from verl.config.schema import (
     DPOConfig,
     EvaluationConfig,
@@ -138,7 +138,7 @@ def help_text(kind: type, about: list[str], recipe: Recipe | None = None) -> str
         ]
         for name in about:
             if name not in keys and name not in sections(kind):
-                raise ConfigError(f"no key or section '{name}'. Nearest: {', '.join(nearest(kind, name))}")
+                raise ConfigError(f"no key or section '{name}'.{did_you_mean(kind, name)}")
     lines = _head(kind)
     if recipe is not None:
         lines += [f"recipe={recipe.name}: {recipe.about}", f"{recipe.paper}. It sets, below your own keys:"]
