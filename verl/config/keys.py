@@ -295,7 +295,8 @@ def nearest(kind: Any, name: str, limit: int = 3) -> list[str]:
     found += sorted(same_last, key=lambda other: -difflib.SequenceMatcher(None, name, other).ratio())
     lasts = {other.rpartition(".")[2]: other for other in reversed(keys)}
     found = found or [lasts[match] for match in difflib.get_close_matches(last, lasts, limit, 0.75)]
-    found = found or difflib.get_close_matches(name, sections(kind), 1, 0.75)
+    if "." not in name:
+        found = found or difflib.get_close_matches(name, sections(kind), 1, 0.75)
     return list(dict.fromkeys(found))[:limit]
 
 
