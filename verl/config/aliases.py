@@ -49,7 +49,7 @@ class Row(NamedTuple):
     def says_nothing(self, value: Any) -> bool:
         """Whether a value leaves the key here at its default: no value, or a default of verl that means ours."""
         starts = [each[:-1] for each in self.default if isinstance(each, str) and each.endswith("*")]
-        nothing = value in (None, []) and (not self.alias or value in self.default)
+        nothing = (value is None and not self.alias) or (value in (None, []) and value in self.default)
         return nothing or any(str(value).startswith(start) for start in starts)
 
     def is_default(self, value: Any) -> bool:
@@ -129,7 +129,8 @@ def is_verl_default(name: str, value: Any) -> bool:
     return row is not None and row.is_default(value)
 
 
-def aliases(kind: type) -> dict[str, str]:
+@cache
+def aliases(kind: type) -> Mapping[str, str]:
     """The other names of the keys and sections that a command has, and which they are."""
     found: dict[str, str] = {}
     for row in verl_names().values():
