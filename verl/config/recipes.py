@@ -152,8 +152,7 @@ _ABOUT: dict[type, tuple[str, str, str]] = {
     PPOConfig: (
         "main_ppo",
         "Trains a language model by reinforcement learning.",
-        "actor_rollout_ref.model.path=MODEL data.train_files=train.parquet algorithm.adv_estimator=grpo "
-        "actor_rollout_ref.rollout.n=8",
+        "model.path=MODEL data.train_files=train.parquet algorithm.adv_estimator=grpo rollout.n=8",
     ),
     SFTConfig: (
         "sft_trainer",
