@@ -10,7 +10,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin
 
-from verl.config.aliases import ALIASES
+from verl.config.aliases import aliases
 from verl.config.keys import Key, schema_keys, sections
 from verl.config.load import import_plugins
 from verl.config.schema import (
@@ -101,14 +101,14 @@ def _about_section(kind: type, section: str, doc: str, keys: list[Key], above: i
     """What it configures; the conditions all of its keys share, less those of sections above; its other spellings."""
     lines = [_sentence(doc)]
     lines += _only_with(kind, _inherited(keys[0])[above:], section)
-    also = [old for old, new in ALIASES.get(kind, {}).items() if new == section]
+    also = [old for old, new in aliases(kind).items() if new == section]
     return " ".join([*lines, *_also(also)])
 
 
 def _row(word: str, kind: type, key: Key) -> str:
     about = [_sentence(_plain(key.doc)), *_allowed(key)]
     about += _only_with(kind, _own(key), key.section)
-    about += _also(old for old, new in ALIASES.get(kind, {}).items() if new == key.name)
+    about += _also(old for old, new in aliases(kind).items() if new == key.name)
     name = f'<a id="{anchor(word, key.name)}"></a>`{key.last}`'
     return f"| {name} | {type_name(key.type)} | {_default(word, kind, key)} | {' '.join(about)} |\n"
 

@@ -52,7 +52,7 @@ def test_a_name_of_trl_is_answered_with_our_key_or_the_reason(kind: type) -> Non
     for name, ours in TRL_KEYS.items():
         here = [key for key in ours if key in keys]
         if here and name not in keys and not any(key.startswith(f"{name}.") for key in keys):
-            assert f"Nearest known key: '{here[0]}'" in first_answer(kind, name), name
+            assert f"Did you mean '{here[0]}'" in first_answer(kind, name), name
     for name, note in TRL_NOTES.items():
         assert note in first_answer(kind, name), name
 

@@ -254,7 +254,7 @@ def test_names_of_verl_are_read_as_ours(caplog: pytest.LogCaptureFixture) -> Non
     assert lines == [
         f"'async_training.staleness_threshold=2.5' is read as '{STALENESS}=3'",
         "'async_training.trigger_parameter_sync_step' is read as 'trainer.async_training.sync_every'",
-        "'async_training' is read as 'trainer.async_training'",
+        "'async_training.window' is read as 'trainer.async_training.window'",
     ]
     assert {STALENESS, "trainer.async_training.sync_every"} <= config.user_set
 

@@ -19,15 +19,15 @@ PRIME = ["algorithm.adv_estimator=prime", "rollout.n=4"]
 
 BAD = [
     # unknown keys
-    (["actor_rollout_ref.actor.clip_ration=0.1"], ["actor_rollout_ref.actor.clip_ration", "0.1", "'actor_rollout_ref.actor.clip_ratio'", "section 'actor_rollout_ref.actor'"]),
-    (["+trainer.total_epoch=3"], ["trainer.total_epoch", "'trainer.total_epochs'", "section 'trainer'"]),
+    (["actor_rollout_ref.actor.clip_ration=0.1"], ["actor_rollout_ref.actor.clip_ration", "0.1", "'actor_rollout_ref.actor.clip_ratio'", "Did you mean"]),
+    (["+trainer.total_epoch=3"], ["trainer.total_epoch", "'trainer.total_epochs'", "Did you mean"]),
     (["rollout.temperatur=1"], ["rollout.temperatur", "'actor_rollout_ref.rollout.temperature'"]),
     (["actor_rollout_ref.actor.lr=1e-6"], ["'actor_rollout_ref.actor.optim.lr'"]),
-    (["learning_rate=1e-6"], ["learning_rate", "Nearest known key"]),
-    (["trainer.foo.bar=1"], ["unknown key 'trainer.foo.bar'", "Nearest known key"]),
-    (["reward_model.modle.path=x"], ["reward_model.modle.path", "Nearest known key"]),
+    (["learning_rate=1e-6"], ["learning_rate", "Did you mean"]),
+    (["trainer.foo.bar=1"], ["unknown key 'trainer.foo.bar' (value 1)."]),
+    (["reward_model.modle.path=x"], ["reward_model.modle.path", "Did you mean"]),
     (["reward.functions=[{path: a.py, wieght: 2}]"], ["reward.functions[0].wieght", "path, name, weight"]),
-    (["~data.foo"], ["~data.foo", "Nearest known key"]),
+    (["~data.foo"], ["~data.foo", "removes an unknown key"]),
     # wrong types
     (["data.train_batch_size=many"], ["data.train_batch_size", "'many'", "a whole number"]),
     (["data.train_batch_size=1.5"], ["data.train_batch_size", "1.5", "a whole number"]),
@@ -175,7 +175,7 @@ def test_every_misspelt_key_finds_its_neighbour() -> None:
 
 SFT_BAD = [
     (["optim.lr_schedule=cosine"], ["optim.lr_schedule", "lr_scheduler_type"]),
-    (["algorithm.adv_estimator=grpo"], ["algorithm.adv_estimator", "Nearest known key"]),
+    (["algorithm.adv_estimator=grpo"], ["unknown key 'algorithm.adv_estimator' (value 'grpo')."]),
     (["data.train_batch_size=2", "trainer.n_gpus_per_node=4"], ["data.train_batch_size", "at least 4"]),
     (
         ["data.train_batch_size=8", "data.micro_batch_size_per_gpu=16"],

@@ -46,7 +46,6 @@ def test_a_key_of_training_has_trainings_type_default_and_bounds() -> None:
         ("rollout.response_length", "data.max_response_length", 64),
         ("rollout.max_response_length", "data.max_response_length", 64),
         ("rollout.prompt_length", "data.max_prompt_length", 64),
-        ("actor_rollout_ref.rollout.temperature", "rollout.temperature", 0.5),
         ("actor_rollout_ref.rollout.response_length", "data.max_response_length", 64),
         ("actor_rollout_ref.model.dtype", "rollout.dtype", "bfloat16"),
         ("trainer.nnode", "trainer.nnodes", 2),
@@ -57,6 +56,12 @@ def test_other_spellings_with_one_line_each(
 ) -> None:
     assert get(generation(**{typed: value}), ours) == value
     assert any(f"is read as '{ours.rpartition('.')[0]}" in line for line in caplog.messages), caplog.messages
+
+
+def test_the_sections_of_training_are_read_without_a_line(caplog: pytest.LogCaptureFixture) -> None:
+    """So that a key in a message of an engine can be typed as it is."""
+    assert generation(**{"actor_rollout_ref.rollout.temperature": 0.5}).rollout.temperature == 0.5
+    assert not [line for line in caplog.messages if "temperature" in line]
 
 
 def test_two_spellings_with_two_values_are_refused() -> None:

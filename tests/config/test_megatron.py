@@ -61,7 +61,6 @@ def refusal(**values: Any) -> str:
         ({f"{ACTOR}.strategy": "fsdp", f"{ACTOR}.{ULYSSES}": 3}, [f"{ULYSSES} 3 = 3 ranks"]),
         ({f"{ACTOR}.{TP}": 4, f"{ACTOR}.{EP}": 4}, [f"'{ACTOR}.{EP}' is 4", "the 2 ranks", "1, 2"]),
         ({f"{ACTOR}.megatron.sequence_parallel": True}, ["sequence_parallel' is True", "Set it to False"]),
-        ({f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size": 2}, ["is 2", "Set it to null"]),
         ({f"{MODEL}.lora_rank": 8}, [f"'{MODEL}.lora_rank' is 8", f"{ACTOR}.strategy=fsdp"]),
         ({f"{ACTOR}.use_torch_compile": True}, [f"'{ACTOR}.use_torch_compile'", "set it to False"]),
         ({f"{ACTOR}.optim.moments": "int8"}, [f"'{ACTOR}.optim.moments' is int8", "Set it to float32"]),

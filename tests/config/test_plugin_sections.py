@@ -89,7 +89,7 @@ def test_values_are_attributes_of_their_types(plugin: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        (f"{SECTION}.bata=1", [f"'{SECTION}.bata'", f"Nearest known key: '{SECTION}.beta' in section '{SECTION}'"]),
+        (f"{SECTION}.bata=1", [f"'{SECTION}.bata'", f"Did you mean '{SECTION}.beta'"]),
         (f"{SECTION}.steps=many", [f"'{SECTION}.steps' is 'many'", "a whole number"]),
         (f"{SECTION}.beta=0", [f"'{SECTION}.beta' is 0.0", "above 0", "weight of the new term"]),
         (f"{SECTION}=3", ["it must be a mapping with the keys beta, steps, path, inner"]),

@@ -176,16 +176,8 @@ trainer: {n_gpus_per_node: 4, nnodes: 1, total_epochs: 3, save_freq: 500}
 
 
 ALIASES = [
-    ({"rollout": {"n": 4, "dtype": "fp8"}}, "actor_rollout_ref.rollout.n", 4),
-    ({"rollout.val_kwargs.temperature": 0}, "actor_rollout_ref.rollout.val_kwargs.temperature", 0.0),
-    (
-        {"rollout.multi_turn.tool_server": "http://tools"},
-        "actor_rollout_ref.rollout.multi_turn.tool_server",
-        "http://tools",
-    ),
     ({"actor_rollout_ref.actor.lora_rank": 8}, "actor_rollout_ref.model.lora_rank", 8),
     ({"actor_rollout_ref.actor.peft.lora_rank": 16}, "actor_rollout_ref.model.lora_rank", 16),
-    ({"actor_rollout_ref.actor.peft.peft_type": "lora"}, "actor_rollout_ref.model.peft_type", "lora"),
     (
         {"actor_rollout_ref.actor.peft.target_modules": ["q_proj"]},
         "actor_rollout_ref.model.target_modules",
@@ -193,11 +185,11 @@ ALIASES = [
     ),
     ({"custom_reward_function.path": "r.py"}, "reward.custom_reward_function.path", "r.py"),
     ({"reward_model.reward_fn.name": "f"}, "reward.custom_reward_function.name", "f"),
-    ({"reward_model.enable": False}, "reward.reward_model.enable", False),
+    ({"reward_model.enable": True}, "reward.reward_model.enable", True),
     ({"reward_model.model.path": "org/rm"}, "reward.reward_model.model_path", "org/rm"),
     ({"reward_model.micro_batch_size_per_gpu": 4}, "reward.reward_model.micro_batch_size_per_gpu", 4),
     ({"reward_model.reward_manager": "prime"}, "reward.reward_manager.name", "prime"),
-    ({"trainer.nnode": 1}, "trainer.nnodes", 1),
+    ({"trainer.nnode": 2}, "trainer.nnodes", 2),
     ({"ray_init.num_cpus": 8}, "ray_kwargs.ray_init.num_cpus", 8),
     ({"ray_init.timeline_file": "t.json"}, "ray_kwargs.timeline_json_file", "t.json"),
     (

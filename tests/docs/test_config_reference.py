@@ -7,7 +7,7 @@ import re
 import pytest
 
 from docs.generators.config_reference import COMMANDS, PAGE, TERMS, anchor, page
-from verl.config.aliases import ALIASES, our_name
+from verl.config.aliases import aliases, our_name
 from verl.config.keys import schema_keys
 from verl.config.unused_keys import TERMS as CONDITIONS
 
@@ -38,7 +38,7 @@ def test_every_key_has_its_name_allowed_values_and_other_spellings(word: str) ->
         assert f"`{key.last}`" in cells[0]
         assert [value for value in key.metadata["known"] or () if f"`{value}`" not in cells[3]] == []
         assert ("null" in cells[1]) == ("None" in str(key.type)), name
-    for old, ours in ALIASES.get(kind, {}).items():
+    for old, ours in aliases(kind).items():
         if ours in schema_keys(kind):
             assert f"`{old}`" in found[anchor(word, ours)][3]
             assert our_name(kind, old) == ours

@@ -93,6 +93,11 @@ def test_the_kind_of_a_yaml_is_told_by_its_keys(tmp_path: Path) -> None:
         assert config.class_of(arguments).__name__ == CLASSES[kind]
 
 
+def test_short_keys_of_the_policy_tell_that_it_is_reinforcement_learning() -> None:
+    for key in ("rollout.n", "actor.optim.lr", "ref.strategy", "reward_model.enable"):
+        assert config_class(["model.path", key]) is schema.PPOConfig
+
+
 @pytest.mark.parametrize("name", CLASSES.values())
 def test_all_keys_of_a_command_tell_which_it_is(name: str) -> None:
     assert config_class(schema_keys(getattr(schema, name))).__name__ == name

@@ -1,128 +1,30 @@
-"""Names that keys have in verl and in earlier versions, moved to ours with a notice.
+"""Names that keys have in verl and in earlier versions, read as ours.
 
-Most are another spelling. Of some the value is converted too, and the names of `async_training` are applied to all
-sources together.
+`verl_names.json` has a row for each: the key here (`alias`), why none is needed (`unneeded`) or what to use instead
+(`refused`), and verl's own default, which says nothing. A name covers those below it; `*` stands for any text and, in
+an alias, for the same text. An alias holds for every command that has its key, the other rows for reinforcement
+learning. The names of `async_training` are applied to all sources together.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+import re
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from verl.config.build import finite_number
-from verl.config.keys import schema_keys
-from verl.config.schema import (
-    ActorConfig,
-    DPOConfig,
-    EvaluationConfig,
-    GenerationConfig,
-    PPOConfig,
-    RewardTrainingConfig,
-    SessionConfig,
-    SFTConfig,
-)
-from verl.config.sources import get_path, leaves, set_path, take_path
+from verl.config.capabilities import engine_spec
+from verl.config.keys import schema_keys, sections
+from verl.config.schema import ActorConfig, PPOConfig
+from verl.config.sources import get_path, leaves, resolve, set_path, take_path
 from verl.errors import ConfigError
+from verl.json_input import read_json
 
-_MODEL = "actor_rollout_ref.model"
-_ACTOR = "actor_rollout_ref.actor"
-
-_MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
-
-_OPTIM_ALIASES = {"lr_scheduler": "lr_scheduler_type", "warmup_steps_proportion": "lr_warmup_steps_ratio"}
-
-_REWARD_ALIASES = {
-    "custom_reward_function": "reward.custom_reward_function",
-    "reward_model.reward_fn": "reward.custom_reward_function",
-    "reward_model.enable": "reward.reward_model.enable",
-    "reward_model.model.path": "reward.reward_model.model_path",
-    "reward_model.micro_batch_size_per_gpu": "reward.reward_model.micro_batch_size_per_gpu",
-    "reward_model.reward_manager": "reward.reward_manager.name",
-    "reward_model.overlong_buffer": "reward.overlong_buffer",
-    "reward_model.sandbox_fusion": "reward.sandbox_fusion",
-}
-_MULTI_TURN_ALIASES = {
-    "max_assistant_turns": "max_turns",
-    "tool_config_path": "tools",
-    "interaction_config_path": "environment",
-}
-_RUN_ALIASES = {
-    "trainer.nnode": "trainer.nnodes",
-    "ray_init.timeline_file": "ray_kwargs.timeline_json_file",
-    "ray_init": "ray_kwargs.ray_init",
-}
-
-
-def _attention_aliases(*models: str) -> dict[str, str]:
-    names = ("attn_implementation", "override_config.attn_implementation")
-    return {f"{model}.{name}": f"{model}.attention_backend" for model in models for name in names}
-
-
-_PROMPT_ALIASES = {"data.raw_prompts": "data.apply_chat_template"}
-
-# Old name to ours, longer ones before the sections that contain them.
-_PPO_ALIASES: dict[str, str] = {
-    **_attention_aliases(_MODEL, "critic.model"),
-    f"{_ACTOR}.peft": _MODEL,
-    f"{_ACTOR}.lora_rank": f"{_MODEL}.lora_rank",
-    f"{_ACTOR}.lora_alpha": f"{_MODEL}.lora_alpha",
-    f"{_ACTOR}.target_modules": f"{_MODEL}.target_modules",
-    **{f"rollout.multi_turn.{old}": f"{_MULTI_TURN}.{new}" for old, new in _MULTI_TURN_ALIASES.items()},
-    **{f"{_MULTI_TURN}.{old}": f"{_MULTI_TURN}.{new}" for old, new in _MULTI_TURN_ALIASES.items()},
-    "rollout": "actor_rollout_ref.rollout",
-    "async_training.staleness_threshold": "trainer.async_training.staleness",
-    "async_training.trigger_parameter_sync_step": "trainer.async_training.sync_every",
-    "async_training": "trainer.async_training",
-    "trainer.v1.trainer_mode": "trainer.async_training.mode",
-    **_REWARD_ALIASES,
-    **_RUN_ALIASES,
-    **_PROMPT_ALIASES,
-    "critic.model.fsdp_config": "critic.fsdp_config",
-    **{f"{_ACTOR}.optim.{old}": f"{_ACTOR}.optim.{new}" for old, new in _OPTIM_ALIASES.items()},
-    **{f"critic.optim.{old}": f"critic.optim.{new}" for old, new in _OPTIM_ALIASES.items()},
-}
-
-_SFT_ALIASES: dict[str, str] = {
-    **_RUN_ALIASES,
-    **_attention_aliases("model"),
-    "model.partial_pretrain": "model.path",
-    "use_remove_padding": "model.use_remove_padding",
-    "ulysses_sequence_parallel_size": "model.ulysses_sequence_parallel_size",
-    "optim.clip_grad": "optim.grad_clip",
-    **{f"optim.{old}": f"optim.{new}" for old, new in _OPTIM_ALIASES.items()},
-}
-
-# The sections of training first, so that keys in the messages of engines can be typed as they are.
-_GENERATION_ALIASES: dict[str, str] = {
-    "actor_rollout_ref.model": "model",
-    "actor_rollout_ref.rollout": "rollout",
-    **{f"rollout.multi_turn.{old}": f"rollout.multi_turn.{new}" for old, new in _MULTI_TURN_ALIASES.items()},
-    "data.n_samples": "rollout.n",
-    "rollout.prompt_length": "data.max_prompt_length",
-    "rollout.max_prompt_length": "data.max_prompt_length",
-    "rollout.response_length": "data.max_response_length",
-    "rollout.max_response_length": "data.max_response_length",
-    "model.dtype": "rollout.dtype",
-    **_RUN_ALIASES,
-    **_PROMPT_ALIASES,
-}
-
-ALIASES: dict[type, dict[str, str]] = {
-    PPOConfig: _PPO_ALIASES,
-    SessionConfig: _PPO_ALIASES,
-    SFTConfig: {
-        **_SFT_ALIASES,
-        "data.multiturn.messages_key": "data.messages_key",
-        "data.multiturn.tools_key": "data.tools_key",
-    },
-    DPOConfig: _SFT_ALIASES,
-    RewardTrainingConfig: _SFT_ALIASES,
-    GenerationConfig: _GENERATION_ALIASES,
-    EvaluationConfig: _REWARD_ALIASES,
-}
-
-_MODES = {"sync": "off", "colocate_async": "carry_over", "separate_async": "fully_async"}
+_POLICY = "actor_rollout_ref"
+_DOT = "\0"  # in the place of a dot within one name of a mapping
 _MODE = "trainer.async_training.mode"
 _BATCH = "data.train_batch_size"
 _MINI_BATCH = "actor_rollout_ref.actor.ppo_mini_batch_size"
@@ -132,29 +34,183 @@ _REQUIRED_BATCHES = "async_training.require_batches"
 _ASYNC_NAMES = ("staleness_threshold", "trigger_parameter_sync_step", "partial_rollout", "require_batches")
 
 
-def _mode(name: str, value: Any) -> str:
-    if value not in _MODES:
-        known = ", ".join(f"{theirs} ({_MODE}={ours})" for theirs, ours in _MODES.items())
+class Row(NamedTuple):
+    """What one of verl's names means here."""
+
+    name: str
+    alias: str = ""
+    unneeded: str = ""
+    refused: str = ""
+    default: tuple[Any, ...] = ()
+    values: Mapping[str, Any] = {}
+    per_gpu: bool = False
+    """The value counts over all GPUs, that of the alias for one."""
+
+    def says_nothing(self, value: Any) -> bool:
+        """Whether a value leaves the key here at its default: no value, or a default of verl that means ours."""
+        starts = [each[:-1] for each in self.default if isinstance(each, str) and each.endswith("*")]
+        nothing = (value is None and not self.alias) or (value in (None, []) and value in self.default)
+        return nothing or any(str(value).startswith(start) for start in starts)
+
+    def is_default(self, value: Any) -> bool:
+        """Whether a value is verl's own default."""
+        same = (each == value and isinstance(each, bool) == isinstance(value, bool) for each in self.default)
+        return any(same) or self.says_nothing(value)
+
+
+class Unread(NamedTuple):
+    """A name of verl that is no other spelling of a key, as it was typed and with its row."""
+
+    typed: str
+    row: Row
+    ours: str
+    value: Any
+
+
+@cache
+def verl_names() -> dict[str, Row]:
+    """The table, longer names before the sections that contain them."""
+    table = read_json(Path(__file__).with_name("verl_names.json"))
+    return {
+        name: Row(name, **({"alias": row} if isinstance(row, str) else row)) for name, row in table.items()
+    }
+
+
+def _pattern(name: str) -> re.Pattern[str]:
+    return re.compile("(.*)".join(map(re.escape, name.split("*"))))
+
+
+@cache
+def _patterns() -> list[tuple[re.Pattern[str], Row]]:
+    return [(re.compile(_pattern(row.name).pattern + r"(\..+)?"), row) for row in verl_names().values()]
+
+
+def _filled(name: str, parts: Iterable[str]) -> str:
+    """The name with each `*` replaced by the next part."""
+    parts = iter(parts)
+    return re.sub(r"\*", lambda _: next(parts), name)
+
+
+def _row_of(kind: type, name: str) -> tuple[Row, str] | None:
+    """The first row about a name that is no key here, and the key or section its alias is for this command."""
+    for pattern, row in _patterns():
+        found = pattern.fullmatch(name)
+        if found is None:
+            continue
+        if not row.alias:
+            if issubclass(kind, PPOConfig):
+                return row, ""
+            continue
+        *parts, below = found.groups()
+        ours = _filled(row.alias, parts)
+        if has_key(kind, ours):
+            return row, ours + (below or "")
+    return None
+
+
+def has_key(kind: type, name: str) -> bool:
+    """Whether a command has this key or section, or a key that takes anything below it."""
+    keys = schema_keys(kind)
+    return name in keys or name in sections(kind) or any(name.startswith(f"{key}.") for key in keys)
+
+
+def full_name(kind: type, name: str) -> str:
+    """The name with `actor_rollout_ref.` where it was left out, or without where a command has the section itself."""
+    known, first = sections(kind), name.partition(".")[0]
+    if first not in known and f"{_POLICY}.{first}" in known:
+        return f"{_POLICY}.{name}"
+    below = name.removeprefix(f"{_POLICY}.")
+    return below if _POLICY not in known and below.partition(".")[0] in known else name
+
+
+def is_verl_default(name: str, value: Any) -> bool:
+    """Whether a key of ours has verl's default where that is another one."""
+    row = verl_names().get(name)
+    return row is not None and row.is_default(value)
+
+
+@cache
+def aliases(kind: type) -> Mapping[str, str]:
+    """The other names of the keys and sections that a command has, and which they are."""
+    found: dict[str, str] = {}
+    for row in verl_names().values():
+        pattern = _pattern(row.alias)
+        for name in (*schema_keys(kind), *sections(kind)) if "*" in row.alias else [row.alias]:
+            if row.alias and has_key(kind, name) and (match := pattern.fullmatch(name)):
+                found[_filled(row.name, match.groups())] = name
+    return {old: name for old, name in found.items() if our_name(kind, old) == name}
+
+
+def our_name(kind: type, name: str) -> str:
+    """What a key or section is called here."""
+    name = full_name(kind, name)
+    found = None if name in schema_keys(kind) else _row_of(kind, name)
+    return found[1] if found and found[1] else name
+
+
+class Names(NamedTuple):
+    """What `resolve_aliases` found in one source."""
+
+    typed: dict[str, str]
+    """Our name -> the name typed."""
+    notices: list[str]
+    unread: dict[str, Unread]
+    """What was taken out because it is no key here."""
+    unset: list[str]
+    """Keys of ours that are left at their defaults."""
+
+
+def resolve_aliases(kind: type, tree: dict[str, Any]) -> Names:
+    """Move every key of the tree (in place) that has another name here."""
+    names = Names({}, [], {}, [])
+    for name in (_PARTIAL, _REQUIRED_BATCHES) if kind is PPOConfig else ():
+        take_path(tree, name)  # no keys of ours: see apply_async_names
+    for path, value in list(leaves(tree)):
+        name = ".".join(part.replace(".", _DOT) for part in path)
+        theirs = ours = full_name(kind, name)
+        if ours in schema_keys(kind):
+            row = verl_names().get(ours)
+        else:
+            row, other = _row_of(kind, ours) or (None, "")
+            ours = other or ours
+        default = row is not None and row.is_default(value)
+        key = schema_keys(kind).get(ours)
+        if row and (row.per_gpu or row.unneeded or row.refused):
+            take_path(tree, path)
+            names.unread[theirs] = Unread(name, row, ours, value)
+        elif value == "???" or (value in (None, {}) and not key) or (row and row.says_nothing(value)):
+            take_path(tree, path)  # also what Hydra asks the user to give, and an empty section
+            names.unset.extend([ours] if key else [])
+        elif ours != name and ("." in name or row):
+            take_path(tree, path)
+            if default and get_path(tree, ours) is not None:
+                continue
+            converted = _converted(name, row, value) if row else value
+            silent = row is None or default or (not row.values and key and key.default == converted)
+            if _move(tree, ours, converted, name) and not silent:
+                names.notices.append(_is_read_as(name, value, ours, converted))
+            names.typed[ours] = name
+    return names
+
+
+def _converted(name: str, row: Row, value: Any) -> Any:
+    """What the value of another name is in ours."""
+    if row.name == "async_training.staleness_threshold":
+        return math.ceil(_number(name, value, 0.0, "a number, at least 0 (a share of a step's samples)"))
+    if not row.values:
+        return value
+    if str(value).lower() not in row.values:
+        if set(row.values) == {"true", "false"}:
+            raise ConfigError(f"'{name}' is {value!r}; it must be true or false")
+        known = ", ".join(f"{theirs} ({row.alias}={ours})" for theirs, ours in row.values.items())
         raise ConfigError(f"'{name}' is {value!r}, which is not known. Known: {known}")
-    return _MODES[value]
+    return row.values[str(value).lower()]
 
 
-def _staleness(name: str, value: Any) -> int:
-    return math.ceil(_number(name, value, 0.0, "a number, at least 0 (a share of a step's samples)"))
-
-
-# What the value of another name is in ours, where that differs.
-_CONVERTED: dict[str, Callable[[str, Any], Any]] = {
-    "trainer.v1.trainer_mode": _mode,
-    "async_training.staleness_threshold": _staleness,
-    "data.raw_prompts": lambda name, value: "never" if _switch(name, value) else "auto",
-}
-
-
-def _switch(name: str, value: Any) -> bool:
-    if str(value).lower() not in ("true", "false"):
-        raise ConfigError(f"'{name}' is {value!r}; it must be true or false")
-    return str(value).lower() == "true"
+def _is_read_as(name: str, value: Any, ours: str, converted: Any) -> str:
+    if value == converted:
+        return f"'{name}' is read as '{ours}'"
+    return f"'{name}={value}' is read as '{ours}={converted}'"
 
 
 def _number(name: str, value: Any, least: float, allowed: str) -> float:
@@ -164,32 +220,9 @@ def _number(name: str, value: Any, least: float, allowed: str) -> float:
     return number
 
 
-def resolve_aliases(kind: type, tree: dict[str, Any]) -> tuple[dict[str, str], list[str]]:
-    """Move every aliased key of the tree (in place) to our name. Returns our name -> the name typed, and notices."""
-    typed: dict[str, str] = {}
-    notices: list[str] = []
-    for name in (_PARTIAL, _REQUIRED_BATCHES) if kind is PPOConfig else ():
-        take_path(tree, name)  # no keys of ours: see apply_async_names
-    for old, new in ALIASES.get(kind, {}).items():
-        found, theirs = take_path(tree, old)
-        section = isinstance(theirs, Mapping) and theirs
-        if not found or (theirs is None and new not in schema_keys(kind)):
-            continue  # an empty section in a YAML file says nothing
-        value = _CONVERTED[old](old, theirs) if old in _CONVERTED else theirs
-        for below, leaf in leaves(theirs) if section else [((), value)]:
-            ours, name = ".".join((new, *below)), ".".join((old, *below))
-            _move(tree, (*new.split("."), *below), leaf, name, ours)
-            typed[ours] = name
-        changed = theirs != value
-        notices.append(
-            f"'{old}{f'={theirs}' if changed else ''}' is read as '{new}{f'={value}' if changed else ''}'"
-        )
-    return typed, notices
-
-
-def _move(tree: dict[str, Any], path: tuple[str, ...], value: Any, old: str, new: str) -> None:
-    """Put a value at a place that may already hold one."""
-    *parents, last = path
+def _move(tree: dict[str, Any], new: str, value: Any, old: str) -> bool:
+    """Put a value at a place that may already hold one; returns whether it holds none."""
+    *parents, last = (part.replace(_DOT, ".") for part in new.split("."))
     for parent in parents:
         if tree.get(parent) is None:
             tree[parent] = {}
@@ -198,19 +231,64 @@ def _move(tree: dict[str, Any], path: tuple[str, ...], value: Any, old: str, new
                 f"'{parent}' (in '{new}') is a section, but it was given the value {tree[parent]!r}"
             )
         tree = tree[parent]
-    if tree.get(last) is not None and tree[last] != value:
+    given = tree.get(last)
+    if given is not None and given != value:
         raise ConfigError(
-            f"'{old}' is another name of '{new}', and both are given: {value!r} and {tree[last]!r}. Keep one of them"
+            f"'{old}' is another name of '{new}', and both are given: {value!r} and {given!r}. Keep one of them"
         )
     tree[last] = value
+    return given is None
 
 
-def our_name(kind: type, name: str) -> str:
-    """What a key or section is called here."""
-    for old, new in ALIASES.get(kind, {}).items():
-        if name == old or name.startswith(f"{old}."):
-            return new + name[len(old) :]
-    return name
+def apply_unread(
+    unread: Mapping[str, Unread], tree: dict[str, Any], context: Iterable[Mapping[str, Any]]
+) -> tuple[list[str], list[str]]:
+    """Judge what `resolve_aliases` took out, of all sources together: sizes for one GPU go into the tree. Returns
+    notices and problems."""
+    notices, problems = [], []
+    without_effect: dict[str, list[str]] = {}
+    unread = {name: each for name, each in unread.items() if not each.row.is_default(each.value)}
+    values = resolve({"unread": {name: each.value for name, each in unread.items()}}, context)["unread"]
+    for name, (typed, row, ours, _) in unread.items():
+        value = values[name]
+        if row.is_default(value):
+            continue
+        if row.refused:
+            problems.append(f"'{typed}' is {value!r}, which is not available: {row.refused}")
+        elif row.unneeded:
+            without_effect.setdefault(row.unneeded, []).append(typed)
+        else:
+            size = max(1, int(_number(typed, value, 1.0, "a whole number, at least 1")) // _gpus(tree))
+            _move(tree, ours, size, typed)
+            notices.append(_is_read_as(typed, value, ours, size))
+    notices += [
+        f"accepted without effect: {', '.join(names)}: {why}" for why, names in without_effect.items()
+    ]
+    return notices, problems
+
+
+def _gpus(tree: Mapping[str, Any]) -> int:
+    """The ranks that get different sequences."""
+    nodes, per_node, split = (
+        int(_number(name, get_path(tree, name) or 1, 1.0, "a whole number, at least 1"))
+        for name in (
+            "trainer.nnodes",
+            "trainer.n_gpus_per_node",
+            f"{_POLICY}.actor.ulysses_sequence_parallel_size",
+        )
+    )
+    return max(1, nodes * per_node // split)
+
+
+def apply_rollout_mode(kind: type, tree: dict[str, Any]) -> list[str]:
+    """Read verl's `rollout.mode=async` as a server, with an engine that can be one; returns notices."""
+    rollout = our_name(kind, f"{_POLICY}.rollout")
+    mode, engine = (get_path(tree, f"{rollout}.{name}") for name in ("mode", "name"))
+    if mode not in ("async", "sync"):
+        return []
+    ours = "server" if mode == "async" and engine_spec(str(engine)).server else "inprocess"
+    set_path(tree, f"{rollout}.mode", ours)
+    return [_is_read_as(f"{rollout}.mode", mode, f"{rollout}.mode", ours)]
 
 
 def apply_async_names(as_typed: Mapping[str, Any], tree: dict[str, Any]) -> list[str]:
@@ -219,10 +297,15 @@ def apply_async_names(as_typed: Mapping[str, Any], tree: dict[str, Any]) -> list
     if not isinstance(given, Mapping):
         return []
     if "partial_rollout" in given:
-        always = f"with {_MODE}=fully_async running responses always take new weights"
+        partial, always = (
+            str(given["partial_rollout"]).lower(),
+            f"with {_MODE}=fully_async running responses always take new weights",
+        )
+        if partial not in ("true", "false"):
+            raise ConfigError(f"'{_PARTIAL}' is {given['partial_rollout']!r}; it must be true or false")
         notices.append(
             f"'{_PARTIAL}=True' needs no key: {always}"
-            if _switch(_PARTIAL, given["partial_rollout"])
+            if partial == "true"
             else f"'{_PARTIAL}=False' has no effect: {always}. {_MODE}=one_step_off sends them only when none is "
             "running"
         )

@@ -20,9 +20,9 @@ from verl.config.keys import (
     added_sections,
     declared,
     declared_at,
+    did_you_mean,
     get,
     is_dtype,
-    nearest,
     put,
     schema_keys,
     sections,
@@ -146,11 +146,7 @@ class Builder:
         note = trl_names()["notes"].get(name) if "." not in shown else None
         if note is not None:
             return [f"{line}. TRL has it; here: {note}"]
-        first, *others = nearest(self.root, name)
-        section = schema_keys(self.root)[first].section
-        where = f"section '{section}'" if section else "the top level"
-        alternatives = f", or {' or '.join(repr(each) for each in others)}" if others else ""
-        return [f"{line}. Nearest known key: '{first}' in {where}{alternatives}"]
+        return [f"{line}.{did_you_mean(self.root, name)}"]
 
     def _as_typed(self, name: str) -> str:
         """What the user wrote for this key, where an alias was used."""

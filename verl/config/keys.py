@@ -45,6 +45,7 @@ OTHER_NAMES = {
     "model_path": "actor_rollout_ref.model.path model.path",
     "model_name_or_path": "actor_rollout_ref.model.path model.path",
     "total_step": "trainer.total_training_steps",
+    "num_epoch": "trainer.total_epochs",
     "dataset": "data.train_files",
     "eval_dataset": "data.val_files",
     "max_new_token": "data.max_response_length",
@@ -273,8 +274,9 @@ def trl_names() -> dict[str, Any]:
 
 
 def nearest(kind: Any, name: str, limit: int = 3) -> list[str]:
-    """The known keys closest to an unknown one: another trainer's name for it, similar ones in its section, the same
-    last name elsewhere, similar ones anywhere."""
+    """The keys, or the section, that an unknown name probably means: another trainer's name for it, similar ones in
+    its section or with all of its words, the same last name elsewhere, similar ones anywhere. Empty where none is
+    close."""
     keys = list(schema_keys(kind))
     section, _, last = name.rpartition(".")
     if name in sections(kind):
@@ -286,14 +288,22 @@ def nearest(kind: Any, name: str, limit: int = 3) -> list[str]:
     found = [other for other in theirs if other in keys]
     found.sort(key=lambda other: other.partition(".")[0] != first)
     siblings = {other.rpartition(".")[2]: other for other in keys if other.rpartition(".")[0] == section}
-    found += [siblings[match] for match in difflib.get_close_matches(last, siblings, limit, cutoff=0.7)]
+    found += [siblings[match] for match in difflib.get_close_matches(last, siblings, limit, 0.7)]
+    words = set(word.split("_"))
+    found += [other for sibling, other in siblings.items() if words <= set(sibling.split("_"))]
     same_last = [other for other in keys if other.rpartition(".")[2] == last]
     found += sorted(same_last, key=lambda other: -difflib.SequenceMatcher(None, name, other).ratio())
     lasts = {other.rpartition(".")[2]: other for other in reversed(keys)}
-    found = found or difflib.get_close_matches(name, keys, limit, cutoff=0.75)
-    found = found or [lasts[match] for match in difflib.get_close_matches(last, lasts, limit, cutoff=0.6)]
-    found = found or difflib.get_close_matches(name, keys, 1, cutoff=0.0)
+    found = found or [lasts[match] for match in difflib.get_close_matches(last, lasts, limit, 0.75)]
+    if "." not in name:
+        found = found or difflib.get_close_matches(name, sections(kind), 1, 0.75)
     return list(dict.fromkeys(found))[:limit]
+
+
+def did_you_mean(kind: Any, name: str) -> str:
+    """A question that names the keys an unknown one probably means; empty where none is close."""
+    found = nearest(kind, name)
+    return f" Did you mean {' or '.join(map(repr, found))}?" if found else ""
 
 
 MASK = "***"

@@ -16,10 +16,18 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
-from verl.config.aliases import apply_async_names, our_name, resolve_aliases
+from verl.config.aliases import (
+    Unread,
+    apply_async_names,
+    apply_rollout_mode,
+    apply_unread,
+    has_key,
+    our_name,
+    resolve_aliases,
+)
 from verl.config.build import Builder, finalize, restore_sections
 from verl.config.checks import check
-from verl.config.keys import MASK, get, mask_values, masked_keys, nearest, schema_keys, to_dict
+from verl.config.keys import MASK, did_you_mean, get, mask_values, masked_keys, schema_keys, to_dict
 from verl.config.plan import RunPlan
 from verl.config.recipes import Recipe, help_text, recipe_for
 from verl.config.schema import AnyConfig, OfflineConfig, PPOConfig, SFTConfig
@@ -63,7 +71,8 @@ def load_config(kind: type[Config], argv: list[str]) -> Config:
         for override in parse_overrides(word for word in line.overrides if _HELP_READS.match(word)):
             draft.add(set_path({}, override.name, override.value))
         import_plugins(draft.tree)
-        sys.stdout.write(help_text(kind, line.help_about, draft.recipe))
+        about = [our_name(kind, name) for name in line.help_about]
+        sys.stdout.write(help_text(kind, about, draft.recipe))
         raise CommandAnswered(0)
     draft.add(read_yaml(line.config_path, line.config_name))
     for override in parse_overrides(line.overrides):
@@ -127,6 +136,7 @@ class _Draft(Generic[Config]):
         self.removed: list[str] = []
         self.as_typed: dict[str, Any] = {}
         self.typed: dict[str, str] = {}
+        self.unread: dict[str, Unread] = {}
         self.noticed: set[str] = set()
         self.plan: RunPlan | None = None
 
@@ -137,9 +147,12 @@ class _Draft(Generic[Config]):
             self.recipe = None if name is None else recipe_for(self.kind, name)
         if "recipes" in tree:
             raise ConfigError(f"unknown key 'recipes' (value {tree['recipes']!r}). Write recipe=NAME")
-        typed, notices = resolve_aliases(self.kind, tree)
-        self.typed.update(typed)
-        self._notice(notices)
+        names = resolve_aliases(self.kind, tree)
+        self.typed.update(names.typed)
+        self.unread.update(names.unread)
+        self._notice(names.notices)
+        for name in names.unset:
+            take_path(self.tree, name)
         merge(self.tree, tree)
 
     def _notice(self, notices: list[str]) -> None:
@@ -153,11 +166,11 @@ class _Draft(Generic[Config]):
             self.recipe = None
             return
         ours = our_name(self.kind, name)
-        keys = schema_keys(self.kind)
-        if not any(key == ours or key.startswith(f"{ours}.") or ours.startswith(f"{key}.") for key in keys):
-            raise ConfigError(
-                f"'~{name}' removes an unknown key. Nearest known key: '{nearest(self.kind, ours)[0]}'"
-            )
+        unread = [each for each in self.unread if each == ours or each.startswith(f"{ours}.")]
+        if not (unread or has_key(self.kind, ours)):
+            raise ConfigError(f"'~{name}' removes an unknown key.{did_you_mean(self.kind, ours)}")
+        for each in unread:
+            del self.unread[each]
         take_path(self.tree, ours)
         self.removed.append(ours)
 
@@ -168,7 +181,10 @@ class _Draft(Generic[Config]):
             take_path(tree, name)
         of_recipe = {*_set_keys(self.kind, tree, "")} - {*_set_keys(self.kind, self.tree, "")}
         merge(tree, self.tree)
-        given, tree = tree, resolve(tree, (to_dict(self.kind()), self.as_typed))
+        context = (to_dict(self.kind()), self.as_typed)
+        given, tree = tree, resolve(tree, context)
+        notices, problems = apply_unread(self.unread, tree, context)
+        self._notice(notices + apply_rollout_mode(self.kind, tree))
         if self.kind is PPOConfig:
             self._notice(apply_async_names(self.as_typed, tree))
         absent = []
@@ -180,8 +196,8 @@ class _Draft(Generic[Config]):
             absent.append(str(error))  # the reason, where a key turns out to be unknown
         builder = Builder(self.kind, self.typed)
         config: Config = builder.config(tree)
-        if builder.problems:
-            raise ConfigError("\n".join([*absent, *builder.problems]))
+        if problems or builder.problems:
+            raise ConfigError("\n".join([*absent, *problems, *builder.problems]))
         config.user_set = frozenset(_set_keys(self.kind, tree, ""))
         config.recipe_set = frozenset(of_recipe)
         config.from_environment = _from_environment(config, given, self.as_typed)

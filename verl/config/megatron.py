@@ -38,11 +38,6 @@ def _checks(config: PPOConfig | OfflineConfig, role: ModelRole) -> Iterator[str]
             f"'{key}.megatron.sequence_parallel' is True; norms are computed on every tensor-parallel rank here. Set "
             f"it to False; for long sequences raise {key}.{_CP}, which splits all activations"
         )
-    if sizes.virtual_pipeline_model_parallel_size is not None:
-        yield (
-            f"'{key}.megatron.virtual_pipeline_model_parallel_size' is {sizes.virtual_pipeline_model_parallel_size}; "
-            "a stage has one block of layers here. Set it to null; smaller micro-batches shorten the bubble as well"
-        )
     fsdp = f"or {key}.strategy=fsdp, which has it"
     if model.lora_rank:
         yield (

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.config.keys import Key, nearest, schema_keys, sections
+from verl.config.keys import Key, did_you_mean, schema_keys, sections
 from verl.config.schema import (
     DPOConfig,
     EvaluationConfig,
@@ -138,7 +138,7 @@ def help_text(kind: type, about: list[str], recipe: Recipe | None = None) -> str
         ]
         for name in about:
             if name not in keys and name not in sections(kind):
-                raise ConfigError(f"no key or section '{name}'. Nearest: {', '.join(nearest(kind, name))}")
+                raise ConfigError(f"no key or section '{name}'.{did_you_mean(kind, name)}")
     lines = _head(kind)
     if recipe is not None:
         lines += [f"recipe={recipe.name}: {recipe.about}", f"{recipe.paper}. It sets, below your own keys:"]
@@ -152,8 +152,7 @@ _ABOUT: dict[type, tuple[str, str, str]] = {
     PPOConfig: (
         "main_ppo",
         "Trains a language model by reinforcement learning.",
-        "actor_rollout_ref.model.path=MODEL data.train_files=train.parquet algorithm.adv_estimator=grpo "
-        "actor_rollout_ref.rollout.n=8",
+        "model.path=MODEL data.train_files=train.parquet algorithm.adv_estimator=grpo rollout.n=8",
     ),
     SFTConfig: (
         "sft_trainer",

@@ -20,11 +20,17 @@ from verl.config.keys import to_dict
 from verl.errors import ConfigError
 from verl.json_input import MAX_DEPTH, check_nesting, read_text
 
-# Names in a `defaults:` list that mean the schema's defaults, which are always there.
-BUILT_IN = (
-    "ppo_trainer", "ppo_megatron_trainer", "sft_trainer", "dpo_trainer", "reward_trainer", "generation", "evaluation",
-    "_self_",
-)  # fmt: skip
+# The config files of the commands, by name: the schema's defaults, which are always there, and what one changes.
+BUILT_IN: dict[str, dict[str, Any]] = {
+    "ppo_trainer": {},
+    "ppo_megatron_trainer": {
+        "actor_rollout_ref": {"actor": {"strategy": "megatron"}}
+    },  # the other roles follow
+    **{
+        name: {}
+        for name in ("sft_trainer", "dpo_trainer", "reward_trainer", "generation", "evaluation", "_self_")
+    },
+}
 # Keys whose one text value is a comma list; anywhere else commas would ask for several runs.
 COMMA_KEYS = (".rollout_rs", ".rollout_rs_threshold")
 _UNDERSCORED = re.compile(r"^[0-9.]+_[0-9_.]*$")
@@ -134,7 +140,15 @@ def read_yaml(config_path: str | None, config_name: str | None) -> dict[str, Any
         if path.is_file():
             return _read(path, ())
         raise ConfigError(f"--config-path {config_path} needs --config-name as well.{_yaml_files(path)}")
-    return _read(_find(Path(config_path or ".").expanduser(), config_name), ())
+    return _read_named(Path(config_path or ".").expanduser(), config_name, ())
+
+
+def _read_named(folder: Path, name: str, parents: tuple[Path, ...]) -> dict[str, Any]:
+    """A file of the folder or, where that has none of this name, the config of a command."""
+    built_in = BUILT_IN.get(name.removesuffix(".yaml"))
+    if built_in is not None and not (folder / name).is_file() and not (folder / f"{name}.yaml").is_file():
+        return to_dict(built_in)  # type: ignore[no-any-return]
+    return _read(_find(folder, name), parents)
 
 
 def _find(folder: Path, name: str) -> Path:
@@ -187,10 +201,7 @@ def _default_entry(path: Path, entry: Any, parents: tuple[Path, ...]) -> dict[st
             {}, (package or group).replace("/", "."), _read(_find(path.parent / group, str(name)), parents)
         )
     if isinstance(entry, str):
-        name = entry.partition("@")[0]
-        if name in BUILT_IN and not (path.parent / f"{name}.yaml").is_file():
-            return {}
-        return _read(_find(path.parent, name), parents)
+        return _read_named(path.parent, entry.partition("@")[0], parents)
     raise ConfigError(f"'{path}': cannot read the entry {entry!r} of its defaults list")
 
 
@@ -241,9 +252,9 @@ def leaves(tree: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tupl
             yield (*path, name), value
 
 
-def take_path(tree: dict[str, Any], name: str) -> tuple[bool, Any]:
-    """Remove a key from the tree; sections left empty by it go as well."""
-    first, _, rest = name.partition(".")
+def take_path(tree: dict[str, Any], name: str | tuple[str, ...]) -> tuple[bool, Any]:
+    """Remove a key, by its dotted name or the names on the way to it; sections left empty by it go as well."""
+    first, *rest = name.split(".") if isinstance(name, str) else name
     if first not in tree:
         return False, None
     if not rest:
@@ -251,7 +262,7 @@ def take_path(tree: dict[str, Any], name: str) -> tuple[bool, Any]:
     inner = tree[first]
     if not isinstance(inner, dict):
         return False, None
-    found, value = take_path(inner, rest)
+    found, value = take_path(inner, tuple(rest))
     if found and not inner:
         del tree[first]
     return found, value

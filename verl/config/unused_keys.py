@@ -14,6 +14,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
+from verl.config.aliases import is_verl_default
 from verl.config.build import finalize
 from verl.config.capabilities import engine_spec
 from verl.config.keys import Key, get, is_dtype, put, schema_keys
@@ -34,7 +35,7 @@ def unused_keys(config: AnyConfig) -> list[str]:
     lines = []
     for name in sorted(config.user_set - config.recipe_set):
         key, value = schema_keys(type(config))[name], get(config, name)
-        if value == key.default:
+        if value == key.default or is_verl_default(name, value):
             continue
         why = next((why for condition in key.used_if if (why := _unmet(config, key, condition))), "")
         if why and not _has_value_anyway(config, name):

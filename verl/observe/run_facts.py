@@ -107,7 +107,8 @@ def config_class(keys: Iterable[str]) -> type[PPOConfig] | type[OfflineConfig]:
 
     names = set(keys)
     sections = {name.partition(".")[0] for name in names}
-    if sections & {"actor_rollout_ref", "critic", "implicit_reward", "reward"}:
+    policy = {"actor_rollout_ref", "actor", "rollout", "ref", "teacher"}  # also in its short names
+    if sections & {*policy, "critic", "implicit_reward", "reward", "reward_model", "custom_reward_function"}:
         return PPOConfig
     if names & {"data.margin_key", "algorithm.margin", "algorithm.center_rewards_coefficient"}:
         return RewardTrainingConfig

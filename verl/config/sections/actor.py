@@ -115,7 +115,7 @@ class MegatronConfig:
     tensor_model_parallel_size: int = key(1, "ranks that split each matrix", ge=1)
     pipeline_model_parallel_size: int = key(1, "ranks that split the layers", ge=1)
     virtual_pipeline_model_parallel_size: int | None = key(
-        None, "layer chunks per pipeline rank; only null", ge=1
+        None, "no effect: a pipeline stage has one block of layers", ge=1, used_if="@never"
     )
     context_parallel_size: int = key(1, "ranks that split each sequence", ge=1)
     expert_model_parallel_size: int = key(1, "ranks that split the experts", ge=1)
