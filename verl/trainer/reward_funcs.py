@@ -1,0 +1,96 @@
+"""What `reward_funcs` of a trainer is given: functions, names of scorers, reward models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl.errors import ConfigError
+from verl.observe.run_folder import expanded
+from verl.trainer.given_model import own_tokenizer
+
+if TYPE_CHECKING:
+    from verl.config.schema import PPOConfig
+
+_MODEL = "reward.reward_model"
+
+
+class RewardFuncs:
+    """The functions that score responses, with their weights, and at most one reward model beside them."""
+
+    def __init__(
+        self, given: Any = None, weights: Sequence[float] | None = None, tokenizers: Any = None
+    ) -> None:
+        """`tokenizers`: that of a reward model that is an object, alone or in the list of all of `given`."""
+        items = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
+        if weights is not None and len(weights) != len(items):
+            raise ConfigError(f"reward_weights has {len(weights)} numbers for {len(items)} reward_funcs")
+        pairs = zip(map(_resolved, items), weights or [1.0] * len(items), strict=True)
+        models, scoring = [], []
+        for pair in pairs:
+            (models if _is_model(pair[0]) else scoring).append(pair)
+        self.functions: Any = scoring if weights else [function for function, _ in scoring]
+        if len(scoring) < 2 and not weights:
+            self.functions = scoring[0][0] if scoring else None
+        if len(models) > 1:
+            raise ConfigError(
+                f"reward_funcs has {len(models)} reward models; one is possible, beside any number of functions"
+            )
+        self._model, self._weight = models[0] if models else (None, 1.0)
+        listed = tokenizers if isinstance(tokenizers, (list, tuple)) else [tokenizers]
+        self._tokenizer = next((each for each in listed if each is not None), None)
+
+    def keys(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
+        """The keys of the reward model."""
+        if self._model is None:
+            return {}
+        path = str(self._model) if isinstance(self._model, (str, Path)) else ""
+        return {
+            f"{_MODEL}.enable": True,
+            f"{_MODEL}.model_path": path or getattr(self._model, "name_or_path", "") or "(given model)",
+            **({} if self._weight == 1.0 else {f"{_MODEL}.weight": self._weight}),
+        }
+
+    def save_model(self, cfg: PPOConfig) -> None:
+        """Write a reward model that is an object to the run folder, from where the run loads it."""
+        if self._model is None or isinstance(self._model, (str, Path)):
+            return
+        folder = expanded(cfg.trainer.default_local_dir).absolute() / "reward_model"
+        tokenizer = self._tokenizer or own_tokenizer(
+            self._model, cfg, "a trainer(..., reward_processing_classes)"
+        )
+        self._model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        cfg.reward.reward_model.model_path = str(folder)
+
+
+def _is_model(item: Any) -> bool:
+    return isinstance(item, (str, Path)) or hasattr(item, "save_pretrained")
+
+
+def _resolved(item: Any) -> Any:
+    """The function that a name or a file stands for; a reward model, or the text that names it, as it is."""
+    from verl.reward.functions import FunctionSpec, load_function, signature_of
+    from verl.reward.scorers import find_scorer, get_scorer, known_scorers
+
+    if isinstance(item, (str, Path)):
+        text = str(item)
+        if find_scorer(text) is not None:
+            return get_scorer(text)
+        if ".py" in text and Path(text.partition(":")[0]).expanduser().is_file():
+            return load_function(FunctionSpec(text, key="reward_funcs"))
+        if not text or ("/" not in text and not expanded(text).is_dir()):
+            raise ConfigError(
+                f"reward_funcs has {text!r}, which is no built-in scorer ({', '.join(known_scorers())}), no file of a "
+                "function and no folder or hub id of a reward model"
+            )
+        return item
+    if not hasattr(item, "save_pretrained"):
+        if not callable(item):
+            raise ConfigError(
+                f"the reward function is {item!r} ({type(item).__name__}); give a function, e.g. def "
+                "compute_reward(prompt, response), or its file, or the folder of a reward model"
+            )
+        signature_of(item)
+    return item
