@@ -366,7 +366,7 @@ def test_a_run_goes_on_from_its_checkpoint(
     mine, theirs = weights_in(tmp_path), weights_in(commanded)
     assert all(torch.equal(value, theirs[name]) for name, value in mine.items())
     assert [row["step"] for row in again.state.log_history if "reward" in row] == [2]
-    other = trainer(output_dir=None, overrides={"trainer.default_local_dir": str(tmp_path / "other")})
+    other = trainer(overrides={"trainer.default_local_dir": str(tmp_path / "other")})
     assert other.train(str(tmp_path / "global_step_1")).steps == 2
 
 

@@ -143,6 +143,7 @@ def record_config(cfg: PPOConfig | OfflineConfig, folder: RunFolder) -> None:
     ):
         now["trainer"]["default_local_dir"] = ""  # the same run under another name gets another folder
     changed = changes(before, jsonable(now)) if before is not None else []
+    changed = [change for change in changed if not change[0].startswith("trainer.resume_")]
     if changed:
         shown = ", ".join(f"{key} {old!r} -> {new!r}" for key, old, new in changed[:_SHOWN])
         more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
