@@ -43,6 +43,8 @@ class TrainingArguments:
         ConfigError: For an argument that is unknown, or asks for what there is not.
     """
 
+    trl_name: ClassVar[str]
+    """Of the class in TRL, by which users import this one."""
     kind: ClassVar[type[Any]]
     adv_estimator: ClassVar[str] = ""
 
@@ -61,13 +63,13 @@ class TrainingArguments:
     def __getattr__(self, name: str) -> Any:
         """The value of an argument; None for one that is not set and has no default."""
         if name.startswith("_") or not self._knows(name):
-            raise AttributeError(f"{type(self).__name__} has no argument '{name}'")
+            raise AttributeError(f"{self.trl_name} has no argument '{name}'")
         return self.given.get(name, self._defaults().get(name))
 
     def __repr__(self) -> str:
         shown = {**self.given, **({"overrides": self.overrides} if self.overrides else {})}
         shown = {name: "***" if name == "hub_token" else value for name, value in shown.items()}
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+        return f"{self.trl_name}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
     def to_dict(self) -> dict[str, Any]:
         """The arguments that were given, and TRL's defaults."""
@@ -95,17 +97,17 @@ class TrainingArguments:
     def say_unused(self) -> None:
         """Log which arguments have no effect here, and why, in one line."""
         if self._unused:
-            log.warning("%s: %s", type(self).__name__, "; ".join(self._unused))
+            log.warning("%s: %s", self.trl_name, "; ".join(self._unused))
 
     def default(self, name: str, otherwise: Any) -> Any:
         value = getattr(self, name)
         return otherwise if value is None else value
 
     def refuse(self, name: str, value: Any, reason: str) -> ConfigError:
-        return ConfigError(f"{type(self).__name__}({name}={value!r}): {reason}")
+        return ConfigError(f"{self.trl_name}({name}={value!r}): {reason}")
 
     def _defaults(self) -> dict[str, Any]:
-        defaults: dict[str, Any] = trl_names()["defaults"][type(self).__name__]
+        defaults: dict[str, Any] = trl_names()["defaults"][self.trl_name]
         return defaults
 
     def _key(self, name: str) -> str | None:
@@ -123,9 +125,9 @@ class TrainingArguments:
         known = sorted(each for each in (*table["keys"], *table["notes"]) if self._knows(each))
         close = difflib.get_close_matches(name, known, 3, cutoff=0.6)
         nearest = f"; nearest: {', '.join(close)}" if close else ""
-        command = f"; {type(self).__name__} has no such setting" if name in table["keys"] else ""
+        command = f"; {self.trl_name} has no such setting" if name in table["keys"] else ""
         raise ConfigError(
-            f"{type(self).__name__} got an unknown argument {name!r}{command}{nearest}. Keys of the configuration "
+            f"{self.trl_name} got an unknown argument {name!r}{command}{nearest}. Keys of the configuration "
             "reference are given as overrides={'section.key': ...}"
         )
 
@@ -205,40 +207,54 @@ class TrainingArguments:
         return values
 
 
-class GRPOConfig(TrainingArguments):
+class GRPOArguments(TrainingArguments):
     """Arguments of TRL's GRPOConfig."""
 
+    trl_name = "GRPOConfig"
     kind = schema.PPOConfig
     adv_estimator = "grpo"
 
 
-class RLOOConfig(TrainingArguments):
+class RLOOArguments(TrainingArguments):
     """Arguments of TRL's RLOOConfig; the KL is in the reward, as there."""
 
+    trl_name = "RLOOConfig"
     kind = schema.PPOConfig
     adv_estimator = "rloo"
 
 
-class PPOConfig(TrainingArguments):
+class PPOArguments(TrainingArguments):
     """Arguments of TRL's PPOConfig, and those of generation that GRPOConfig has."""
 
+    trl_name = "PPOConfig"
     kind = schema.PPOConfig
     adv_estimator = "gae"
 
 
-class SFTConfig(TrainingArguments):
+class SFTArguments(TrainingArguments):
     """Arguments of TRL's SFTConfig."""
 
+    trl_name = "SFTConfig"
     kind = schema.SFTConfig
 
 
-class DPOConfig(TrainingArguments):
+class DPOArguments(TrainingArguments):
     """Arguments of TRL's DPOConfig."""
 
+    trl_name = "DPOConfig"
     kind = schema.DPOConfig
 
 
-class RewardConfig(TrainingArguments):
+class RewardArguments(TrainingArguments):
     """Arguments of TRL's RewardConfig."""
 
+    trl_name = "RewardConfig"
     kind = schema.RewardTrainingConfig
+
+
+GRPOConfig = GRPOArguments
+RLOOConfig = RLOOArguments
+PPOConfig = PPOArguments
+SFTConfig = SFTArguments
+DPOConfig = DPOArguments
+RewardConfig = RewardArguments

@@ -156,7 +156,7 @@ class PPOTrainer(BaseTrainer):
             if given is not None:
                 raise ConfigError(
                     f"{type(self).__name__}: {name} is of TRL's form, TrainingConfig of the other; give args="
-                    f"{self.arguments.__name__}(...) instead of a TrainingConfig"
+                    f"{self.arguments.trl_name}(...) instead of a TrainingConfig"
                 )
         preflight(self.run_config(), given_model=True, given_data=True)
 
@@ -255,7 +255,7 @@ class PPOTrainer(BaseTrainer):
         if train_dataloader is None or resume_from_checkpoint is not None:
             raise ConfigError(
                 f"{type(self).__name__} with a TrainingConfig trains by train(rows), from the start; with args="
-                f"{self.arguments.__name__}(...) and train_dataset=rows it resumes"
+                f"{self.arguments.trl_name}(...) and train_dataset=rows it resumes"
             )
         from verl.trainer.external_batches import rows_or_batches
         from verl.trainer.main_ppo import run

@@ -61,7 +61,7 @@ class BaseTrainer:
         name, kind = type(self).__name__, self.arguments
         self.args: Any = kind() if args is None else args
         if not isinstance(self.args, kind):
-            raise ConfigError(f"{name}: args is {shown(args)}; give a {kind.__name__}(...)")
+            raise ConfigError(f"{name}: args is {shown(args)}; give a {kind.trl_name}(...)")
         refuse_torchrun(name, OVERRIDES)
         if model is None:
             raise ConfigError(f"{name} needs a model: a folder, a hub id, or a loaded model of transformers")
@@ -114,7 +114,7 @@ class BaseTrainer:
             close = difflib.get_close_matches(argument, known, 3, cutoff=0.6)
             table = trl_names()
             in_config = argument in table["keys"] or argument in table["notes"]
-            hint = f"; it is an argument of {self.arguments.__name__}" if in_config else ""
+            hint = f"; it is an argument of {self.arguments.trl_name}" if in_config else ""
             hint = f"; nearest: {', '.join(close)}" if close else hint
             raise ConfigError(f"{name} got an unknown argument {argument!r}{hint}")
 
@@ -141,7 +141,7 @@ class BaseTrainer:
 
             from verl.config.model_path import text_config
 
-            targets = usual.get(text_config(str(self.model)).get("model_type"), "all-linear")
+            targets = usual.get(str(text_config(str(self.model)).get("model_type")), "all-linear")
         if isinstance(targets, str) and targets != "all-linear":
             raise ConfigError(
                 f"peft_config has target_modules={targets!r}; give a list of names, or 'all-linear'"

@@ -75,7 +75,7 @@ class SFTTrainer(BaseTrainer):
 
     def _row(self, row: dict[str, Any]) -> dict[str, Any]:
         """A completion that is one message of the assistant becomes its text."""
-        completion = row.get("completion")
+        completion: Any = row.get("completion")
         if "messages" in row or not is_conversation(completion):
             return row
         if len(completion) != 1:

@@ -27,7 +27,8 @@ class RewardFuncs:
         if weights is not None and len(weights) != len(items):
             raise ConfigError(f"reward_weights has {len(weights)} numbers for {len(items)} reward_funcs")
         pairs = zip(map(_resolved, items), weights or [1.0] * len(items), strict=True)
-        models, scoring = [], []
+        models: list[tuple[Any, float]] = []
+        scoring: list[tuple[Any, float]] = []
         for pair in pairs:
             (models if _is_model(pair[0]) else scoring).append(pair)
         self.functions: Any = scoring if weights else [function for function, _ in scoring]
@@ -37,7 +38,8 @@ class RewardFuncs:
             raise ConfigError(
                 f"reward_funcs has {len(models)} reward models; one is possible, beside any number of functions"
             )
-        self._model, self._weight = models[0] if models else (None, 1.0)
+        self._model: Any = models[0][0] if models else None
+        self._weight = models[0][1] if models else 1.0
         listed = tokenizers if isinstance(tokenizers, (list, tuple)) else [tokenizers]
         self._tokenizer = next((each for each in listed if each is not None), None)
 
