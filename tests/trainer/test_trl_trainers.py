@@ -30,9 +30,13 @@ from verl import (
 )
 from verl.config.load import load_config, load_ppo_config
 from verl.config.schema import SFTConfig as SFTKeys
+from verl.data.tokenizer import load_tokenizer
 from verl.errors import CheckpointError, ConfigError, DataError, VerlError
-from verl.trainer import main_ppo, offline_trainer
+from verl.trainer import TrainingConfig, main_ppo, offline_trainer
+from verl.trainer.callbacks import CallbackEvents
+from verl.trainer.offline_loop import Update
 
+load = AutoModelForCausalLM.from_pretrained
 QUIET = {"trainer.logger": []}
 PAIRS = [{"prompt": f"repeat {digit}", "chosen": f" {digit}", "rejected": " no"} for digit in range(6)]
 ANSWERS = [{"prompt": f"repeat {digit}", "completion": f" {digit} {digit}"} for digit in range(6)]
@@ -145,6 +149,7 @@ class Columns:
         return iter(self._rows)
 
 
+@pytest.mark.slow(seconds=4)
 @pytest.mark.parametrize(
     ("form", "loaded"),
     [(as_list, False), (as_iterable, True), (Columns, False)],
@@ -307,6 +312,7 @@ def test_weighted_functions_scorers_and_a_reward_model_are_added(
 ) -> None:
     torch.manual_seed(0)
     judge = AutoModelForSequenceClassification.from_pretrained(tiny_model_dir, num_labels=1)
+    judge.name_or_path = ""  # it may come from no folder
     trainer = GRPOTrainer(
         model=str(tiny_model_dir),
         reward_funcs=[digits, "gsm8k", judge],
@@ -342,6 +348,7 @@ def test_adapters_of_peft_config(tiny_model_dir: Path, digits_data: Path, tmp_pa
         assert (saved / "tokenizer.json").is_file()
 
 
+@pytest.mark.slow(seconds=4)
 def test_a_run_goes_on_from_its_checkpoint(
     commanded: Path, tiny_model_dir: Path, digits_data: Path, tmp_path: Path
 ) -> None:
@@ -459,6 +466,16 @@ def test_pushing_to_the_hub(tiny_model_dir: Path, tmp_path: Path, monkeypatch: p
             r"reward_weights has 2 numbers for 1",
         ),
         (lambda m: SFTTrainer(None), r"needs a model"),
+        (
+            lambda m: GRPOTrainer(load(m), load_tokenizer(m, False), TrainingConfig(), reward_function=m),
+            r"with a TrainingConfig takes functions",
+        ),
+        (
+            lambda m: GRPOTrainer(
+                load(m), load_tokenizer(m, False), TrainingConfig(), callbacks=[Recorder()]
+            ),
+            r"callbacks is of TRL's form",
+        ),
     ],
 )
 def test_what_cannot_be_trained_is_said(make: Any, says: str, tiny_model_dir: Path) -> None:
@@ -469,3 +486,25 @@ def test_what_cannot_be_trained_is_said(make: Any, says: str, tiny_model_dir: Pa
 def test_the_usual_modules_get_adapters_where_none_are_named(tiny_model_dir: Path) -> None:
     trainer = SFTTrainer(str(tiny_model_dir), peft_config=LoraConfig(r=2), train_dataset=ANSWERS)
     assert trainer.run_config().model.target_modules == ["q_proj", "v_proj"]
+
+
+def test_updates_of_other_processes_are_told_in_the_driver() -> None:
+    class Ranks:
+        stops = 0
+
+        def request_stop(self) -> None:
+            self.stops += 1
+
+    ranks: Any = Ranks()
+    recorder = Recorder({("on_log", 1): "should_training_stop"})
+    steps = [Update(step, {"train/loss": 1.0 / step}, saved_step=step // 2 * 2) for step in (1, 2)]
+    updates = [Update(0, kind="start"), *steps, Update(2, kind="end")]
+    events = CallbackEvents([recorder], SFTConfig(), {})
+    events.start(9)
+    assert list(offline_trainer.relayed(updates, ranks, events)) == updates
+    assert ranks.stops >= 1 and events.state.log_history[1]["loss"] == 0.5
+    names = [event for event in recorder.events if event[0] in ("on_step_end", "on_save")]
+    assert names == [("on_step_end", 1), ("on_step_end", 2), ("on_save", 2)]
+    asking = CallbackEvents([Recorder({("on_log", 1): "should_save"})], SFTConfig(), {})
+    with pytest.raises(ConfigError, match="set save_steps instead"):
+        list(offline_trainer.relayed(updates, ranks, asking))

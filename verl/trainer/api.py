@@ -185,6 +185,11 @@ class PPOTrainer(BaseTrainer):
         if not isinstance(self.config, TrainingConfig):
             raise ConfigError(f"{name}: the config is {shown(self.config)}; give a TrainingConfig(...)")
         self._rewards = RewardFuncs(self.reward_function)
+        if self._rewards.has_model:
+            raise ConfigError(
+                f"{name} with a TrainingConfig takes functions; for a reward model give reward_funcs with args="
+                f"{self.arguments.trl_name}(...), or overrides={{'reward.reward_model.model_path': ...}}"
+            )
         refuse_torchrun(name, OVERRIDES)
 
     def run_config(self, *, quiet: bool = False) -> schema.PPOConfig:
@@ -195,7 +200,8 @@ class PPOTrainer(BaseTrainer):
         """`write`: with the datasets in memory as files, `resume` as `train` has it."""
         simple = self.config
         if simple is None:
-            values = {**self._values(write=write, resume=resume), **self._rewards.keys(self.args.overrides)}
+            values = self._values(write=write, resume=resume)
+            values |= self._rewards.keys(self._output_dir(values) if write else None)
             return from_dict(schema.PPOConfig, {**values, **self.args.overrides}, quiet=quiet)
         n = simple.n if simple.n is not None else self.responses
         values = {
@@ -249,8 +255,7 @@ class PPOTrainer(BaseTrainer):
             ):
                 raise ConfigError(f"{type(self).__name__} has no train_dataset")
             self._dataloader = train_dataloader
-            write = train_dataloader is None
-            cfg = self._full_config(quiet=True, write=write, resume=resume_from_checkpoint)
+            cfg = self._full_config(quiet=True, write=True, resume=resume_from_checkpoint)
             return self._run(cfg, resume_from_checkpoint)
         if train_dataloader is None or resume_from_checkpoint is not None:
             raise ConfigError(
@@ -278,7 +283,6 @@ class PPOTrainer(BaseTrainer):
         prompts = None
         if self._dataloader is not None:
             prompts = rows_or_batches(self._dataloader, cfg.data, tokenizer)
-        self._rewards.save_model(cfg)
         return run(
             cfg,
             reward_function=self._rewards.functions,

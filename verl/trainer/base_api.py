@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from verl.config.keys import trl_names
 from verl.config.parallelism import world_size
+from verl.config.sources import from_mapping, get_path
 from verl.config.trl_arguments import TrainingArguments
 from verl.errors import CheckpointError, ConfigError, VerlError, missing_package
 from verl.observe.run_folder import expanded
@@ -161,10 +162,8 @@ class BaseTrainer:
 
     def _values(self, *, write: bool, resume: bool | str | None) -> dict[str, Any]:
         """The keys of the arguments and the given objects; `write`: with datasets in memory as files."""
-        args = self.args
-        devices = int(args.overrides.get("trainer.n_gpus_per_node", 1)) * int(
-            args.overrides.get("trainer.nnodes", 1)
-        )
+        args, section = self.args, from_mapping(self.args.overrides).get("trainer") or {}
+        devices = int(section.get("n_gpus_per_node", 1)) * int(section.get("nnodes", 1))
         values: dict[str, Any] = {
             "trainer.default_local_dir": f"checkpoints/verl/{type(self).__name__.lower()}",
             **args.keys(devices=devices, epoch_steps=self._epoch_steps if self._train else None),
@@ -172,7 +171,7 @@ class BaseTrainer:
             **self._adapter_keys,
             **_resume_keys(args.resume_from_checkpoint if resume is None else resume),
         }
-        folder = str(args.overrides.get("trainer.default_local_dir", values["trainer.default_local_dir"]))
+        folder = self._output_dir(values)
         for key, given in (("data.train_files", self._train), ("data.val_files", self._eval)):
             if given is not None:
                 values[key] = given.write(folder) if write else given.files or ["(given rows)"]
@@ -181,6 +180,11 @@ class BaseTrainer:
         if self._train is None:
             values.setdefault("data.train_files", args.overrides.get("data.train_files", ["(given rows)"]))
         return values
+
+    def _output_dir(self, values: dict[str, Any]) -> str:
+        """The run folder."""
+        key = "trainer.default_local_dir"
+        return str(get_path(from_mapping(self.args.overrides), key) or values[key])
 
     def _run(self, cfg: PPOConfig | OfflineConfig, resume: bool | str | None) -> RunResult:
         """Train, with the model that was given borrowed, and tell the callbacks."""

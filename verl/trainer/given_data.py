@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +53,10 @@ class GivenData:
             return read_rows(self.files, key=self.name, split=split)
         return Rows.from_list(self._rows, self.name)
 
-    def columns(self) -> Mapping[str, Any]:
-        """The first row, by its columns."""
-        first: Mapping[str, Any] = self.rows()[0] if self.files else next(iter(self._rows))
+    @cached_property
+    def first(self) -> Mapping[str, Any]:
+        """The first row."""
+        first = self.rows()[0] if self.files else next(iter(self._rows))
         return first if isinstance(first, Mapping) else {}
 
     def write(self, folder: str) -> list[str]:

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from verl.config import trl_arguments
 from verl.config.load import from_dict
+from verl.config.parallelism import world_size
 from verl.data.messages import is_conversation
 from verl.errors import ConfigError
+from verl.observe.run_folder import expanded
 from verl.trainer.base_api import BaseTrainer
 from verl.trainer.preflight import preflight
 
@@ -69,7 +71,7 @@ class SFTTrainer(BaseTrainer):
 
     def _columns(self) -> dict[str, Any]:
         """Keys that name columns which TRL calls otherwise."""
-        columns = {} if self._train is None else self._train.columns()
+        columns = {} if self._train is None else self._train.first
         other = "completion" in columns and not {"response", "messages"} & set(columns)
         return {"data.response_key": "completion"} if other else {}
 
@@ -101,6 +103,9 @@ class SFTTrainer(BaseTrainer):
     def _fit(self, cfg: Any, model: Any, tokenizer: Any) -> RunResult:
         from verl.trainer.offline_trainer import run
 
+        if tokenizer is not None and world_size(cfg) > 1:  # every rank loads it
+            cfg.model.tokenizer_path = str(expanded(cfg.trainer.default_local_dir).absolute() / "tokenizer")
+            tokenizer.save_pretrained(cfg.model.tokenizer_path)
         return run(cfg, model=model, tokenizer=tokenizer, events=self._events)
 
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from verl.data.tokenizer import load_tokenizer
 from verl.errors import ConfigError
 from verl.observe.run_folder import expanded
-from verl.trainer.given_model import own_tokenizer
-
-if TYPE_CHECKING:
-    from verl.config.schema import PPOConfig
 
 _MODEL = "reward.reward_model"
 
@@ -43,28 +40,30 @@ class RewardFuncs:
         listed = tokenizers if isinstance(tokenizers, (list, tuple)) else [tokenizers]
         self._tokenizer = next((each for each in listed if each is not None), None)
 
-    def keys(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
-        """The keys of the reward model."""
-        if self._model is None:
-            return {}
-        path = str(self._model) if isinstance(self._model, (str, Path)) else ""
-        return {
-            f"{_MODEL}.enable": True,
-            f"{_MODEL}.model_path": path or getattr(self._model, "name_or_path", "") or "(given model)",
-            **({} if self._weight == 1.0 else {f"{_MODEL}.weight": self._weight}),
-        }
+    @property
+    def has_model(self) -> bool:
+        return self._model is not None
 
-    def save_model(self, cfg: PPOConfig) -> None:
-        """Write a reward model that is an object to the run folder, from where the run loads it."""
-        if self._model is None or isinstance(self._model, (str, Path)):
-            return
-        folder = expanded(cfg.trainer.default_local_dir).absolute() / "reward_model"
-        tokenizer = self._tokenizer or own_tokenizer(
-            self._model, cfg, "a trainer(..., reward_processing_classes)"
+    def keys(self, folder: str | None) -> dict[str, Any]:
+        """The keys of the reward model. One that is an object is written to `folder`, from where the run loads it;
+        without a folder it has no keys yet."""
+        path = self._model if isinstance(self._model, (str, Path)) else None
+        if path is None and self.has_model and folder is not None:
+            path = expanded(folder).absolute() / "reward_model"
+            self._model.save_pretrained(path)
+            self._own_tokenizer().save_pretrained(path)
+        if path is None:
+            return {}
+        weight = {} if self._weight == 1.0 else {f"{_MODEL}.weight": self._weight}
+        return {f"{_MODEL}.enable": True, f"{_MODEL}.model_path": str(path), **weight}
+
+    def _own_tokenizer(self) -> Any:
+        name = getattr(self._model, "name_or_path", "")
+        if self._tokenizer is not None or name:
+            return load_tokenizer(name, False) if self._tokenizer is None else self._tokenizer
+        raise ConfigError(
+            "the reward model does not say which folder it came from; give reward_processing_classes=its tokenizer"
         )
-        self._model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        cfg.reward.reward_model.model_path = str(folder)
 
 
 def _is_model(item: Any) -> bool:
