@@ -14,7 +14,17 @@ __version__ = "0.2.0"
 _HOMES = {
     "DataProto": "verl.data.proto",
     "PPOTrainer": "verl.trainer.api",
+    "PPOConfig": "verl.config.trl_arguments",
     "GRPOTrainer": "verl.trainer.api",
+    "GRPOConfig": "verl.config.trl_arguments",
+    "RLOOTrainer": "verl.trainer.api",
+    "RLOOConfig": "verl.config.trl_arguments",
+    "SFTTrainer": "verl.trainer.offline_api",
+    "SFTConfig": "verl.config.trl_arguments",
+    "DPOTrainer": "verl.trainer.offline_api",
+    "DPOConfig": "verl.config.trl_arguments",
+    "RewardTrainer": "verl.trainer.offline_api",
+    "RewardConfig": "verl.config.trl_arguments",
     "Session": "verl.trainer.session",
     "register_adv_est": "verl.config.methods",
     "register_policy_loss": "verl.config.methods",
@@ -27,8 +37,17 @@ __all__ = ["__version__", *_HOMES]
 if TYPE_CHECKING:
     from verl.config.methods import register_adv_est, register_policy_loss
     from verl.config.roles import register_role
+    from verl.config.trl_arguments import (
+        DPOConfig,
+        GRPOConfig,
+        PPOConfig,
+        RewardConfig,
+        RLOOConfig,
+        SFTConfig,
+    )
     from verl.data.proto import DataProto
-    from verl.trainer.api import GRPOTrainer, PPOTrainer, TrainingConfig
+    from verl.trainer.api import GRPOTrainer, PPOTrainer, RLOOTrainer, TrainingConfig
+    from verl.trainer.offline_api import DPOTrainer, RewardTrainer, SFTTrainer
     from verl.trainer.session import Session
 
 

@@ -48,6 +48,14 @@ def test_grpo_trainer(run_example, demo_model, tmp_path):
     assert (tmp_path / "run" / "metrics.jsonl").exists() and (tmp_path / "run" / "report.html").exists()
 
 
+@pytest.mark.slow(seconds=10)
+def test_the_arguments_of_trl(run_example, demo_model, tmp_path):
+    arguments = ("--model", str(demo_model), "--out", str(tmp_path / "run"))
+    assert "after 1 steps" in run_example("trl_form.py", *arguments, "--steps", "1")
+    assert "after 2 steps" in run_example("trl_form.py", *arguments, "--steps", "2", "--resume")
+    assert (tmp_path / "run" / "model" / "config.json").exists()
+
+
 @pytest.mark.slow
 def test_ppo_trainer(run_example, demo_model, tmp_path):
     out = run_example("ppo.py", "--model", str(demo_model), "--out", str(tmp_path / "run"))

@@ -199,11 +199,13 @@ def test_a_precision_that_was_asked_for_or_is_quick_is_kept(
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"model": "x"}, r"the model is 'x' \(str\).*AutoModelForCausalLM.from_pretrained"),
+        ({"model": 3}, r"the model is 3 \(int\).*AutoModelForCausalLM.from_pretrained"),
+        ({"model": "x"}, r"actor_rollout_ref.model.path.*'x'"),
         ({"tokenizer": None}, r"needs a tokenizer, not None"),
         ({"tokenizer": "x"}, r"needs a tokenizer, not 'x'"),
         ({"config": {"batch_size": 8}}, r"the config is .*dict.*TrainingConfig"),
-        ({"reward_function": "reward.py"}, r"reward_function is 'reward.py'.*custom_reward_function.path"),
+        ({"reward_function": "reward.py"}, r"'reward.py', which is no built-in scorer .*gsm8k.*no file"),
+        ({"reward_function": 3}, r"the reward function is 3 \(int\)"),
         ({"config": TrainingConfig(n=1)}, r"actor_rollout_ref.rollout.n"),
         ({"config": TrainingConfig(batch_size=8, mini_batch_size=3)}, r"ppo_mini_batch_size' is 3"),
         ({"config": TrainingConfig(overrides={"trainer.total_step": 1})}, r"trainer.total_training_steps"),

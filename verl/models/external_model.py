@@ -66,10 +66,12 @@ def _inner(model: Any) -> Any:
     return compiled if isinstance(compiled, nn.Module) else model
 
 
-def given_keys(model: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of the LoRA adapters a user's model came with. ConfigError for adapters that cannot be trained, and
-    where `overrides` ask for others."""
-    keys = {f"actor_rollout_ref.model.{name}": value for name, value in adapter_keys(_inner(model)).items()}
+def given_keys(
+    model: Any, overrides: Mapping[str, Any], section: str = "actor_rollout_ref.model"
+) -> dict[str, Any]:
+    """The keys of `section` for the LoRA adapters a user's model came with. ConfigError for adapters that cannot be
+    trained, and where `overrides` ask for others."""
+    keys = {f"{section}.{name}": value for name, value in adapter_keys(_inner(model)).items()}
     other = [n for n, value in keys.items() if not n.endswith("modules") and overrides.get(n, value) != value]
     if other:
         raise ConfigError(

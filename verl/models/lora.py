@@ -55,16 +55,7 @@ def given_lora(model: Any) -> Any:
             f"the model has the adapters {', '.join(configs)}; it may have one, named '{ADAPTER}': merge the others "
             "(merge_and_unload)"
         )
-    config = configs[ADAPTER]
-    special = [name for name in _NOT_TRAINED if getattr(config, name, None)]
-    special += ["bias"] if config.bias != "none" else []
-    special += ["init_lora_weights"] if str(config.init_lora_weights).startswith(_CHANGES_BASE) else []
-    if special:
-        value = getattr(config, special[0])
-        raise ConfigError(
-            f"the model's LoraConfig has {special[0]}={value!r}, which is not trained here; leave it out, or merge the "
-            "adapter (merge_and_unload)"
-        )
+    config = checked_lora(configs[ADAPTER], "the model's LoraConfig")
     for name, layer in adapted_layers(model):
         if type(layer).__name__ != "Linear" or not layer.base_layer.weight.is_floating_point():
             raise ConfigError(
@@ -74,6 +65,20 @@ def given_lora(model: Any) -> Any:
             )
         if layer.merged:
             raise ConfigError("the model's adapter is merged into its weights; call unmerge_adapter() first")
+    return config
+
+
+def checked_lora(config: Any, name: str) -> Any:
+    """A `LoraConfig`, called `name` in messages, whose adapters can be trained; ConfigError for others."""
+    special = [name for name in _NOT_TRAINED if getattr(config, name, None)]
+    special += ["bias"] if config.bias != "none" else []
+    special += ["init_lora_weights"] if str(config.init_lora_weights).startswith(_CHANGES_BASE) else []
+    if special:
+        value = getattr(config, special[0])
+        raise ConfigError(
+            f"{name} has {special[0]}={value!r}, which is not trained here; leave it out, or merge the "
+            "adapter (merge_and_unload)"
+        )
     return config
 
 

@@ -98,7 +98,8 @@ def build_reward_manager(
     function: Any = None,
     reward_model_factory: RewardModelFactory | None = None,
 ) -> RewardManager:
-    """The manager the config names. `function`, a callable or a list of them, replaces the config's functions.
+    """The manager the config names. `function`, a callable, or a list of them or of pairs of one and its weight,
+    replaces the config's functions.
     `reward_model_factory` starts a reward model on separate GPUs; only where `reward.reward_model.n_gpus_per_node`
     is set is it passed on and called."""
     name = reward_cfg.reward_manager.name
@@ -190,8 +191,10 @@ def _build(
 ) -> FunctionRewardManager:
     sandbox.configure(cfg)
     several = isinstance(function, Sequence) and not isinstance(function, str)
-    objects = list(function) if several else [] if function is None else [function]
-    specs = _specs_of_objects(objects, cfg) if objects else _specs_of_config(cfg)
+    given = list(function) if several else [] if function is None else [function]
+    weighted = [each if isinstance(each, tuple) else (each, 1.0) for each in given]
+    objects = [each for each, _ in weighted]
+    specs = _specs_of_objects(weighted, cfg) if objects else _specs_of_config(cfg)
     terms: list[RewardTerm] = []
     try:
         terms += _function_terms(specs, objects, cfg, workers)
@@ -233,19 +236,22 @@ def _specs_of_config(cfg: RewardConfig) -> list[FunctionSpec]:
     return specs
 
 
-def _specs_of_objects(functions: list[Callable[..., Any]], cfg: RewardConfig) -> list[FunctionSpec]:
-    """Specs of functions given as objects; without a path where no other process can import them."""
+def _specs_of_objects(
+    functions: list[tuple[Callable[..., Any], float]], cfg: RewardConfig
+) -> list[FunctionSpec]:
+    """Specs of functions and their weights; without a path where no other process can import the function."""
     if cfg.custom_reward_function.path or cfg.functions:
         _log.warning(
             "reward: the function given as an argument replaces reward.custom_reward_function.path and reward.functions"
         )
     kwargs = dict(cfg.custom_reward_function.reward_kwargs)
     specs = []
-    for function in functions:
+    for function, weight in functions:
         if not callable(function):
             raise RewardError(f"The reward function given is a {type(function).__name__}; give a callable.")
         name = getattr(function, "__qualname__", type(function).__name__)
-        specs.append(spec_of(function, kwargs=kwargs) or FunctionSpec("", name, kwargs, label=name))
+        spec = spec_of(function, kwargs=kwargs, weight=weight)
+        specs.append(spec or FunctionSpec("", name, kwargs, weight, label=name))
     return specs
 
 

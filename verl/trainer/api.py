@@ -1,20 +1,23 @@
-"""The Python API: a model, a tokenizer, a few numbers, and `train(rows)`. The same loop as the commands."""
+"""The Python API of reinforcement learning, over the loop of `verl train`.
+
+Two forms: a model, a tokenizer, a few numbers and `train(rows)`; and TRL's, with its argument names.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from verl.config import schema, trl_arguments
 from verl.config.load import from_dict
-from verl.config.schema import PPOConfig
 from verl.errors import ConfigError
+from verl.trainer.base_api import OVERRIDES, BaseTrainer, shown
 from verl.trainer.given_model import borrowed, model_keys, refuse_torchrun
 from verl.trainer.preflight import preflight
+from verl.trainer.reward_funcs import RewardFuncs
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from verl.trainer.main_ppo import RunResult
 
 
@@ -54,20 +57,37 @@ class TrainingConfig:
     """Any key of the configuration reference, e.g. `{"actor_rollout_ref.model.lora_rank": 16}`."""
 
 
-class PPOTrainer:
+class PPOTrainer(BaseTrainer):
     """PPO with a critic.
 
     >>> trainer = PPOTrainer(model, tokenizer, config, reward_function=compute_reward)  # doctest: +SKIP
     >>> trainer.train([{"prompt": "1 + 1 =", "answer": "2"}, ...])  # doctest: +SKIP
 
+    or, as with TRL,
+
+    >>> trainer = PPOTrainer(  # doctest: +SKIP
+    ...     model="FOLDER", reward_funcs=compute_reward, args=PPOConfig("runs/ppo"), train_dataset=rows
+    ... )
+    >>> trainer.train()  # doctest: +SKIP
+
     Args:
-        model: A loaded causal language model of transformers. It is trained in place; of one with LoRA adapters
-            (`peft.get_peft_model`) the adapters are, as with `actor_rollout_ref.model.lora_rank`.
-        tokenizer: Its tokenizer; prompts that are messages need its chat template.
-        config: The numbers of the run; default: `TrainingConfig()`.
-        reward_function: A function, or a list of functions whose scores are added. Its parameters are filled by name:
-            `prompt`, `response`, `ground_truth`, and every column of the row. Without one, rows are scored by the
-            scorer of their `data_source`, or as `overrides` says.
+        model: A loaded causal language model of transformers, or its folder or hub id. An object is trained in place;
+            of one with LoRA adapters (`peft.get_peft_model`) the adapters are, as with
+            `actor_rollout_ref.model.lora_rank`.
+        tokenizer: Its tokenizer; prompts that are messages need its chat template. Default: the model's own.
+        config: The numbers of the run: `TrainingConfig`, or TRL's arguments as `args` takes them.
+        reward_function: As `reward_funcs`; a function, or a list of functions whose scores are added.
+        reward_funcs: A function, the name of a built-in scorer (`gsm8k`), the folder, id or object of a reward model,
+            or a list of these; `reward_weights` of the config has their weights. The parameters of a function are
+            filled by name: `prompt`, `response`, `ground_truth`, and every column of the row. Without one, rows are
+            scored by the scorer of their `data_source`, or as `overrides` says.
+        args: TRL's arguments: a config of this trainer's name.
+        train_dataset: Rows (a list of dicts, a dataset of Hugging Face, an iterable), or the path of a file.
+        eval_dataset: Rows for validation, in the same forms.
+        processing_class: The tokenizer, as TRL calls it.
+        reward_processing_classes: The tokenizer of a reward model that is given as an object.
+        peft_config: A `peft.LoraConfig`, whose adapters are added and trained.
+        callbacks: Objects or classes of `transformers.TrainerCallback`.
 
     Raises:
         ConfigError: For an argument or a combination of settings that cannot work, before anything is trained.
@@ -75,20 +95,77 @@ class PPOTrainer:
 
     adv_estimator: ClassVar[str] = "gae"
     responses: ClassVar[int] = 1
+    arguments: ClassVar[type[trl_arguments.TrainingArguments]] = trl_arguments.PPOConfig
+    section: ClassVar[str] = "actor_rollout_ref.model"
 
     def __init__(
         self,
-        model: nn.Module,
-        tokenizer: Any,
-        config: TrainingConfig | None = None,
-        reward_function: Callable[..., Any] | None = None,
+        model: Any = None,
+        tokenizer: Any = None,
+        config: Any = None,
+        reward_function: Any = None,
+        *,
+        reward_funcs: Any = None,
+        args: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        peft_config: Any = None,
+        callbacks: Sequence[Any] | None = None,
+        **unknown: Any,
     ) -> None:
+        if isinstance(args, TrainingConfig) or isinstance(config, trl_arguments.TrainingArguments):
+            args, config = config, args
+        reward_funcs = unknown.pop("reward_model", reward_funcs)  # TRL's PPOTrainer
+        trl_form = (reward_funcs, args, train_dataset, eval_dataset, processing_class, peft_config, callbacks)
+        self.config: TrainingConfig | None = None
+        if config is None and (
+            isinstance(model, str) or unknown or any(each is not None for each in trl_form)
+        ):
+            self._check_tokenizer_is_one(tokenizer)
+            self._take(
+                model,
+                args,
+                train_dataset,
+                eval_dataset,
+                processing_class or tokenizer,
+                peft_config,
+                callbacks,
+                unknown,
+            )
+            functions = reward_function if reward_funcs is None else reward_funcs
+            self._rewards = RewardFuncs(functions, self.args.reward_weights, reward_processing_classes)
+            preflight(
+                self.run_config(),
+                given_model=self._loaded,
+                given_data=self._train is None or not self._train.files,
+            )
+            return
         self.model = model
-        self.tokenizer = tokenizer
+        self.tokenizer = processing_class if tokenizer is None else tokenizer
         self.config = config if config is not None else TrainingConfig()
-        self.reward_function = reward_function
+        self.reward_function = reward_function if reward_funcs is None else reward_funcs
         self._check_objects()
+        for name, given in (
+            ("args", args),
+            ("peft_config", peft_config),
+            ("callbacks", callbacks),
+            *unknown.items(),
+        ):
+            if given is not None:
+                raise ConfigError(
+                    f"{type(self).__name__}: {name} is of TRL's form, TrainingConfig of the other; give args="
+                    f"{self.arguments.trl_name}(...) instead of a TrainingConfig"
+                )
         preflight(self.run_config(), given_model=True, given_data=True)
+
+    def _check_tokenizer_is_one(self, tokenizer: Any) -> None:
+        if tokenizer is not None and not hasattr(tokenizer, "apply_chat_template"):
+            hint = "; reward functions are given as reward_funcs=..." if callable(tokenizer) else ""
+            raise ConfigError(
+                f"{type(self).__name__}: the second argument is the tokenizer, not {shown(tokenizer)}{hint}"
+            )
 
     def _check_objects(self) -> None:
         """Refuse now what train() could only fail on."""
@@ -97,35 +174,37 @@ class PPOTrainer:
         name = type(self).__name__
         if not isinstance(self.model, nn.Module):
             raise ConfigError(
-                f"{name}(model, tokenizer, config): the model is {_shown(self.model)}; give a loaded one, e.g. "
+                f"{name}(model, tokenizer, config): the model is {shown(self.model)}; give a loaded one, e.g. "
                 "AutoModelForCausalLM.from_pretrained(...)"
             )
         if not hasattr(self.tokenizer, "apply_chat_template"):
             raise ConfigError(
-                f"{name} needs a tokenizer, not {_shown(self.tokenizer)}; load it with "
+                f"{name} needs a tokenizer, not {shown(self.tokenizer)}; load it with "
                 "AutoTokenizer.from_pretrained(...)"
             )
         if not isinstance(self.config, TrainingConfig):
-            raise ConfigError(f"{name}: the config is {_shown(self.config)}; give a TrainingConfig(...)")
-        for function in _functions(self.reward_function):
-            from verl.reward.functions import signature_of
+            raise ConfigError(f"{name}: the config is {shown(self.config)}; give a TrainingConfig(...)")
+        self._rewards = RewardFuncs(self.reward_function)
+        if self._rewards.has_model:
+            raise ConfigError(
+                f"{name} with a TrainingConfig takes functions; for a reward model give reward_funcs with args="
+                f"{self.arguments.trl_name}(...), or overrides={{'reward.reward_model.model_path': ...}}"
+            )
+        refuse_torchrun(name, OVERRIDES)
 
-            if not callable(function):
-                raise ConfigError(
-                    f"{name}: reward_function is {_shown(function)}; give a function, e.g. def compute_reward(prompt, "
-                    "response), or its file as overrides={'reward.custom_reward_function.path': ...}"
-                )
-            signature_of(function)
-        overrides = (
-            "TrainingConfig(overrides={'trainer.n_gpus_per_node': ...}) and the model without FSDP or DDP"
-        )
-        refuse_torchrun(name, overrides)
-
-    def run_config(self, *, quiet: bool = False) -> PPOConfig:
+    def run_config(self, *, quiet: bool = False) -> schema.PPOConfig:
         """The full config this trainer runs with; `quiet`: without its warnings."""
+        return self._full_config(quiet=quiet, write=False)
+
+    def _full_config(self, *, quiet: bool, write: bool, resume: bool | str | None = None) -> schema.PPOConfig:
+        """`write`: with the datasets in memory as files, `resume` as `train` has it."""
         simple = self.config
+        if simple is None:
+            values = self._values(write=write, resume=resume)
+            values |= self._rewards.keys(self._output_dir(values) if write else None)
+            return from_dict(schema.PPOConfig, {**values, **self.args.overrides}, quiet=quiet)
         n = simple.n if simple.n is not None else self.responses
-        values: dict[str, Any] = {
+        values = {
             "data.train_batch_size": simple.batch_size,
             "data.max_prompt_length": simple.max_prompt_length,
             "data.max_response_length": simple.max_response_length,
@@ -145,23 +224,44 @@ class PPOTrainer:
             **model_keys(self.model, simple.overrides),
             "data.train_files": ["(given dataloader)"],  # the checks want a name for it
         }
-        return from_dict(PPOConfig, {**values, **simple.overrides}, quiet=quiet)
+        return from_dict(schema.PPOConfig, {**values, **simple.overrides}, quiet=quiet)
 
     def _kl(self, coef: float) -> dict[str, Any]:
-        return {"algorithm.use_kl_in_reward": coef > 0, "algorithm.kl_ctrl.kl_coef": coef}
+        weight = {"algorithm.kl_ctrl.kl_coef": coef} if coef > 0 else {}
+        return {"algorithm.use_kl_in_reward": coef > 0, **weight}
 
-    def train(self, train_dataloader: Iterable[Any]) -> RunResult:
-        """Train on the prompts; the model given is the one that learns, in place.
+    def train(
+        self, train_dataloader: Any = None, *, resume_from_checkpoint: bool | str | None = None
+    ) -> RunResult:
+        """Train on the prompts; a model given as an object learns in place.
 
         Args:
-            train_dataloader: Rows, or batches. Rows are dicts with `prompt` (a string or a list of messages) and
-                further columns, in a list or a dataset of Hugging Face: they are batched by `batch_size` and
-                shuffled, as those of a file are. A dataloader gives its own batches, once per epoch: lists of
-                prompts, lists of rows, or what torch's default collation makes of rows.
+            train_dataloader: Rows, or batches; without one, those of `train_dataset`. Rows are dicts with `prompt` (a
+                string or a list of messages) and further columns, in a list or a dataset of Hugging Face: they are
+                batched and shuffled as those of a file are. A dataloader gives its own batches, once per epoch: lists
+                of prompts, lists of rows, or what torch's default collation makes of rows.
+            resume_from_checkpoint: True: the newest checkpoint of the run folder; or the folder of a checkpoint.
 
         Returns:
             The run folder, the metrics of the last step and the number of steps.
         """
+        if self.config is None:
+            if isinstance(train_dataloader, (bool, str)):  # as TRL's train(resume_from_checkpoint)
+                train_dataloader, resume_from_checkpoint = None, train_dataloader
+            if (
+                train_dataloader is None
+                and self._train is None
+                and not self.args.overrides.get("data.train_files")
+            ):
+                raise ConfigError(f"{type(self).__name__} has no train_dataset")
+            self._dataloader = train_dataloader
+            cfg = self._full_config(quiet=True, write=True, resume=resume_from_checkpoint)
+            return self._run(cfg, resume_from_checkpoint)
+        if train_dataloader is None or resume_from_checkpoint is not None:
+            raise ConfigError(
+                f"{type(self).__name__} with a TrainingConfig trains by train(rows), from the start; with args="
+                f"{self.arguments.trl_name}(...) and train_dataset=rows it resumes"
+            )
         from verl.trainer.external_batches import rows_or_batches
         from verl.trainer.main_ppo import run
 
@@ -170,29 +270,46 @@ class PPOTrainer:
         with borrowed(self.model, cfg) as model:
             return run(
                 cfg,
-                reward_function=self.reward_function,
+                reward_function=self._rewards.functions,
                 model=model,
                 tokenizer=self.tokenizer,
                 train_loader=prompts,
             )
 
+    def _fit(self, cfg: schema.PPOConfig, model: Any, tokenizer: Any) -> RunResult:
+        from verl.trainer.external_batches import rows_or_batches
+        from verl.trainer.main_ppo import run
+
+        prompts = None
+        if self._dataloader is not None:
+            prompts = rows_or_batches(self._dataloader, cfg.data, tokenizer)
+        return run(
+            cfg,
+            reward_function=self._rewards.functions,
+            model=model,
+            tokenizer=tokenizer,
+            train_loader=prompts,
+            events=self._events,
+        )
+
 
 class GRPOTrainer(PPOTrainer):
     """GRPO: several responses per prompt are compared with each other; no critic. Arguments and `train` are those of
-    `PPOTrainer`."""
+    `PPOTrainer`; TRL's arguments are a `GRPOConfig`."""
 
     adv_estimator: ClassVar[str] = "grpo"
     responses: ClassVar[int] = 8
+    arguments: ClassVar[type[trl_arguments.TrainingArguments]] = trl_arguments.GRPOConfig
 
     def _kl(self, coef: float) -> dict[str, Any]:
-        return {"actor_rollout_ref.actor.use_kl_loss": coef > 0, "actor_rollout_ref.actor.kl_loss_coef": coef}
+        weight = {"actor_rollout_ref.actor.kl_loss_coef": coef} if coef > 0 else {}
+        return {"actor_rollout_ref.actor.use_kl_loss": coef > 0, **weight}
 
 
-def _functions(given: Any) -> list[Any]:
-    """One reward function or several, as a list."""
-    return list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
+class RLOOTrainer(PPOTrainer):
+    """RLOO: a response is compared with the other responses to its prompt; no critic. Arguments and `train` are those
+    of `PPOTrainer`; TRL's arguments are an `RLOOConfig`."""
 
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return f"{text if len(text) <= 40 else text[:37] + '...'} ({type(value).__name__})"
+    adv_estimator: ClassVar[str] = "rloo"
+    responses: ClassVar[int] = 4
+    arguments: ClassVar[type[trl_arguments.TrainingArguments]] = trl_arguments.RLOOConfig

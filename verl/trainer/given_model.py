@@ -13,7 +13,7 @@ from verl.config.keys import get
 from verl.config.load import from_dict
 from verl.config.machine import on_cpu
 from verl.config.parallelism import world_size
-from verl.config.schema import PPOConfig, SessionConfig
+from verl.config.schema import OfflineConfig, PPOConfig, SessionConfig
 from verl.config.sections.data import PromptsConfig
 from verl.data.tokenizer import load_tokenizer
 from verl.errors import ConfigError
@@ -85,34 +85,42 @@ def session_config(
     return cfg
 
 
-def model_keys(model: Any, overrides: dict[str, Any]) -> dict[str, Any]:
-    """`model.path`, and of a loaded model the keys of its adapters, which `overrides` may not contradict."""
+def model_keys(
+    model: Any, overrides: dict[str, Any], section: str = "actor_rollout_ref.model"
+) -> dict[str, Any]:
+    """`path` of the model section, and of a loaded model the keys of its adapters, which `overrides` may not
+    contradict."""
     from torch import nn
 
     from verl.models.external_model import given_keys
 
-    path = "actor_rollout_ref.model.path"
+    path = f"{section}.path"
     if isinstance(model, nn.Module):
         name = str(getattr(model, "name_or_path", "") or type(model).__name__)
-        return {path: name, **given_keys(model, overrides)}
+        return {path: name, **given_keys(model, overrides, section)}
     if isinstance(model, (str, Path)) and str(model):
         return {path: str(model)}
     raise ConfigError(f"the model is {model!r}; give a folder, a hub id, or a loaded transformers model")
 
 
-def own_tokenizer(model: Any, cfg: PPOConfig, taker: str) -> Any:
+def model_section(cfg: PPOConfig | OfflineConfig) -> Any:
+    """The section of the model that is trained."""
+    return cfg.model if isinstance(cfg, OfflineConfig) else cfg.actor_rollout_ref.model
+
+
+def own_tokenizer(model: Any, cfg: PPOConfig | OfflineConfig, taker: str) -> Any:
     """The tokenizer of the folder that a model is, or came from; `taker` names the class that could be given one."""
     if not isinstance(model, (str, Path)) and not getattr(model, "name_or_path", ""):
         raise ConfigError(
             f"the model does not say which folder it came from; give {taker}(..., tokenizer=...)"
         )
-    section = cfg.actor_rollout_ref.model
+    section = model_section(cfg)
     source = section.tokenizer_path or str(getattr(model, "name_or_path", section.path))
     return load_tokenizer(source, section.trust_remote_code, cfg.data.chat_template)
 
 
 @contextmanager
-def borrowed(model: nn.Module, cfg: PPOConfig) -> Iterator[nn.Module]:
+def borrowed(model: nn.Module, cfg: PPOConfig | OfflineConfig) -> Iterator[nn.Module]:
     """The model itself, without wrappers, to be trained in place. Training puts its own attention into it; afterwards
     it has the attention and the mode it came with, and generates and trains again like any other."""
     from torch import device
@@ -124,7 +132,7 @@ def borrowed(model: nn.Module, cfg: PPOConfig) -> Iterator[nn.Module]:
         switch: Callable[[str], None] | None = getattr(inner, "set_attn_implementation", None)
         training = inner.training
         try:
-            if cfg.actor_rollout_ref.model.dtype == "auto":
+            if model_section(cfg).dtype == "auto":
                 avoid_slow_bf16(inner, device("cpu" if on_cpu(cfg) else "cuda"))
             yield inner
         finally:

@@ -27,7 +27,7 @@ from verl.observe.metrics import Timer
 from verl.observe.token_table import TokenTable
 from verl.trainer import advantage
 from verl.trainer.experience import DynamicSampling, Experience, SyncExperience
-from verl.trainer.setup import resume_note, whole_number
+from verl.trainer.setup import Events, resume_note, whole_number
 from verl.trainer.validation import sample_rows, validate
 from verl.workers.group import learns_from_data, old_log_probs_pass, sessions_of
 
@@ -72,6 +72,7 @@ class RLLoop:
     stop_requested: bool = field(default=False, init=False)
     repeat_to: int | None = field(default=None, init=False)
     """The last step of `verl replay`, which saves nothing."""
+    events: Events = field(default_factory=Events, init=False)
 
     def __post_init__(self, rewards: RewardManager) -> None:
         cfg, parts = self.cfg, (self.cfg, self.workers, rewards, self.tokenizer, self.train_loader)
@@ -102,6 +103,7 @@ class RLLoop:
             last = self.validate()
             if last:
                 self.tracker.log(self.step_number, last, found)
+                self.events.log(self.step_number, last)
                 found = []
         if trainer.val_only:
             return last
@@ -111,13 +113,16 @@ class RLLoop:
             complete = self.step_number
             self.step_number += 1
             live.begin_step(self.step_number)
+            self.events.begin_step(self.step_number)
             try:
                 with self.workers.profile(self.step_number, self.run_folder.path):
                     last = self.step()
                 complete = self.step_number
+                asked = self.events.end_step(self.step_number)
                 ending = self.step_number == self.total_steps
-                if self.due(trainer.test_freq) or ending:
+                if self.due(trainer.test_freq) or ending or asked.evaluate:
                     last |= self.validate()
+                asked = self.events.log(self.step_number, last)
             except ToolsLost:
                 # Generation cannot continue: save the last step whose update is complete.
                 self.step_number = complete
@@ -127,8 +132,8 @@ class RLLoop:
                 raise
             found += self.health.check(self.step_number, last, self.batch)
             # Read once: a stop requested after this gets another step, so that the last step has its checkpoint.
-            stopping = self.stop_requested
-            if self.due(trainer.save_freq) or ending or stopping:
+            stopping = self.stop_requested or asked.stop
+            if self.due(trainer.save_freq) or ending or stopping or asked.save:
                 last |= self.save(last, found)
             live.end_step(self.step_number)
             self.tracker.log(self.step_number, last, found)
@@ -329,6 +334,7 @@ class RLLoop:
             )
         if saved is not None:
             self.saved_step = self.step_number
+            self.events.save(self.step_number)
         return timer.metrics()
 
     def resume(self) -> None:

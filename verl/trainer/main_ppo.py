@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from verl.config.plan import RunPlan
     from verl.config.schema import PPOConfig
+    from verl.trainer.setup import Events
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +76,7 @@ def run(
     tokenizer: Any = None,
     train_loader: Any = None,
     live: bool = True,
+    events: Events | None = None,
 ) -> RunResult:
     """Train with `cfg`, as `verl train` does; objects passed in replace what the config names.
 
@@ -85,6 +87,7 @@ def run(
         tokenizer: The model's tokenizer.
         train_loader: The source of prompts: rows, or what has the interface of `verl.data.loader`.
         live: Show the live display, where output is a terminal.
+        events: Told what happens, e.g. to call callbacks.
 
     Returns:
         The run folder, the metrics of the last step, the number of steps, and whether a signal ended it early.
@@ -97,7 +100,9 @@ def run(
     given = {"tokenizer": tokenizer, "reward_function": reward_function, "train_loader": train_loader}
     with exits_as_errors(), stop_on_signal() as stop:
         return with_restarts(
-            cfg, lambda: run_once(cfg, given, model=model, live=live, stop=stop, plan=plan), stop
+            cfg,
+            lambda: run_once(cfg, given, model=model, live=live, stop=stop, plan=plan, events=events),
+            stop,
         )
 
 
@@ -109,6 +114,7 @@ def run_once(
     live: bool,
     stop: StopRequest | None = None,
     plan: RunPlan | None = None,
+    events: Events | None = None,
 ) -> RunResult:
     """One attempt: from the last checkpoint (or the start) to the end. `plan`: that of the first attempt, whose ranks
     may have been more."""
@@ -122,6 +128,9 @@ def run_once(
     with open_run(cfg, **given) as parts:
         require_disk(plan, parts.folder.path, parts.total_steps)
         loop = build_loop(cfg, parts, model=model, live=live)
+        if events is not None:
+            loop.events = events
+            events.start(parts.total_steps)
         with closing(loop.workers), closing(loop.tracker):
             with stop.stops(loop), short_switch_interval():
                 metrics = loop.fit()

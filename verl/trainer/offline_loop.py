@@ -24,13 +24,15 @@ from verl.observe.health import HealthMonitor
 from verl.observe.live import live
 from verl.observe.metrics import Timer, profiled
 from verl.runtime import quiet_transformers, seed_everything
-from verl.trainer.setup import fit_to
+from verl.trainer.setup import Events, fit_to
 from verl.workers.offline import OfflineRole, RewardRole, SFTRole, set_padding
 from verl.workers.placement import require_ray
 from verl.workers.preference import PreferenceRole
 from verl.workers.rank import JoinedRank, RankSetup
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from verl.config.schema import OfflineConfig
     from verl.config.sections.trainer import OfflineTrainerConfig
     from verl.data.loader import Loader
@@ -48,13 +50,16 @@ class OfflineData:
     total_steps: int
 
 
-def load_data(cfg: OfflineConfig) -> OfflineData:
-    """Tokenizer and rows; a batch size the user did not choose is lowered to the number of rows."""
+def load_data(cfg: OfflineConfig, tokenizer: Any = None) -> OfflineData:
+    """Rows, and a tokenizer where none is given; a batch size the user did not choose is lowered to the number of
+    rows."""
     seed_everything(cfg.trainer.seed)
     quiet_transformers()
     model, trainer = cfg.model, cfg.trainer
-    tokenizer = load_tokenizer(model.tokenizer_path or model.path, model.trust_remote_code, key="model.path")
-    warn_of_vocabulary(tokenizer, vocabulary_size(model.path, model.override_config))
+    if tokenizer is None:
+        path = model.tokenizer_path or model.path
+        tokenizer = load_tokenizer(path, model.trust_remote_code, key="model.path")
+        warn_of_vocabulary(tokenizer, vocabulary_size(model.path, model.override_config))
     loader: Callable[..., Any] = SFTDataset.loader
     if isinstance(cfg, PreferenceConfig):
         loader = partial(PreferenceDataset.loader, use=use_of(cfg))
@@ -164,12 +169,15 @@ class OfflineLoop:
         run_folder: Path,
         watchdog: StackWatchdog | None = None,
         repeat_to: int | None = None,
+        model: nn.Module | None = None,
     ) -> None:
-        """Loads this rank's shard of the model. `repeat_to`: the last step of `verl replay`, which saves nothing."""
+        """Loads this rank's shard of the model, or takes `model`. `repeat_to`: the last step of `verl replay`, which
+        saves nothing."""
         kind: type[OfflineRole] = SFTRole
         if isinstance(cfg, PreferenceConfig):
             kind = PreferenceRole if isinstance(cfg, DPOConfig) else RewardRole
-        self.role = kind(cfg, training_steps=data.total_steps, bad_batch_dir=run_folder / "bad_batches")
+        bad_batches = run_folder / "bad_batches"
+        self.role = kind(cfg, training_steps=data.total_steps, bad_batch_dir=bad_batches, model=model)
         self.cfg, self.data, self.run_folder = cfg, data, run_folder
         self.checkpoints = CheckpointManager.from_config(cfg, run_folder)
         self.step_number = 0
@@ -178,6 +186,7 @@ class OfflineLoop:
         self.early_stop = EarlyStop.from_config(cfg.trainer)
         self.repeat_to = repeat_to
         self.health = HealthMonitor(cfg)
+        self.events = Events()
         self._watchdog = watchdog
 
     def run(self) -> Iterator[Update]:
@@ -203,19 +212,23 @@ class OfflineLoop:
             for batch, waited in timed(self.data.train):
                 self.step_number += 1
                 live.begin_step(self.step_number)
+                self.events.begin_step(self.step_number)
                 with profiled(trainer.profile, self.step_number, self.role.rank, self.run_folder):
                     last = {**self.step(batch), **waited}
+                asked = self.events.end_step(self.step_number)
                 # All ranks must take the same branch: they agree whether a signal reached one of them.
                 ending = self.role.on_any_rank(self.stop_requested) or self.step_number == total
                 improved = False
-                if self.due(trainer.test_freq) or ending:
+                if self.due(trainer.test_freq) or ending or asked.evaluate:
                     last |= self.validate()
+                asked = self.events.log(self.step_number, last)
+                ending = ending or asked.stop
                 # One at a signal is not counted: a resumed run ends where an uninterrupted one does.
                 if self.due(trainer.test_freq):
                     improved = self.judge(last)
                     ending = ending or self.early_stop.reached
                 found = self.health.check(self.step_number, last)
-                if self.due(trainer.save_freq) or ending or improved:
+                if self.due(trainer.save_freq) or ending or improved or asked.save:
                     last |= self.save(last, found)
                 ending = ending or self.step_number == self.repeat_to
                 yield Update(self.step_number, last, self.saved_step, findings=found)
@@ -282,6 +295,7 @@ class OfflineLoop:
             )
         if saved is not None:
             self.saved_step = self.step_number
+            self.events.save(self.step_number)
         return timer.metrics()
 
     def state_dict(self, metrics: dict[str, float], findings: Sequence[Finding] = ()) -> dict[str, Any]:

@@ -11,20 +11,23 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from verl.errors import RESUME, ConfigError
 from verl.runtime import StopRequest, exits_as_errors, run_command, stop_on_signal
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from verl.config.schema import OfflineConfig
     from verl.observe.run_folder import RunFolder
     from verl.observe.trackers import FanOut
     from verl.trainer.main_ppo import RunResult
     from verl.trainer.offline_loop import OfflineLoop, RayLoop, Update
+    from verl.trainer.setup import Events
     from verl.workers.torchrun import Job, RankMonitor
 
 logger = logging.getLogger(__name__)
@@ -127,20 +130,36 @@ def refuse_conflicts(cfg: OfflineConfig, job: Job) -> None:
         logger.warning("'%s' has no effect: a run started by torchrun does without Ray", name)
 
 
-def run(cfg: OfflineConfig, *, live: bool = True) -> RunResult:
-    """Train as `cfg` says, in this process or on Ray."""
+def run(
+    cfg: OfflineConfig,
+    *,
+    live: bool = True,
+    model: nn.Module | None = None,
+    tokenizer: Any = None,
+    events: Events | None = None,
+) -> RunResult:
+    """Train as `cfg` says, in this process or on Ray. `model`, which is trained in place in this process, and
+    `tokenizer` replace those that the config names; `events` is told what happens."""
     from verl.trainer.preflight import preflight
     from verl.workers.placement import with_restarts
 
-    preflight(cfg)
+    preflight(cfg, given_model=model is not None)
+    given = {"model": model, "tokenizer": tokenizer, "events": events}
     with exits_as_errors(), stop_on_signal() as stop:
-        result = with_restarts(cfg, lambda: run_once(cfg, stop, live=live), stop)
+        result = with_restarts(cfg, lambda: run_once(cfg, stop, live=live, **given), stop)
     assert result is not None
     return result
 
 
 def run_once(
-    cfg: OfflineConfig, stop: StopRequest, *, live: bool, monitor: RankMonitor | None = None
+    cfg: OfflineConfig,
+    stop: StopRequest,
+    *,
+    live: bool,
+    monitor: RankMonitor | None = None,
+    model: nn.Module | None = None,
+    tokenizer: Any = None,
+    events: Events | None = None,
 ) -> RunResult | None:
     """One start of a run, from its last checkpoint (or afresh) to its end; None on ranks above 0 of torchrun."""
     from verl.config.parallelism import world_size
@@ -158,7 +177,7 @@ def run_once(
     )
     from verl.workers.rank import record_rank_phases
 
-    data = load_data(cfg)
+    data = load_data(cfg, tokenizer)
     trainer = cfg.trainer
     require_profiled_steps(trainer, data.total_steps)
     if monitor is not None and monitor.job.rank > 0:
@@ -173,7 +192,7 @@ def run_once(
         return None
     with open_run_folder(trainer) as folder:
         record_config(cfg, folder)
-        require_disk(RunPlan(cfg), folder.path, data.total_steps)
+        require_disk(RunPlan(cfg, model=model), folder.path, data.total_steps)
         logger.info("%s", batch_plan(cfg, total_steps=data.total_steps))
 
         def lost(error: Exception) -> None:
@@ -191,9 +210,16 @@ def run_once(
                 if monitor is None and world_size(cfg) > 1:
                     loop = RayLoop(cfg, data, folder.path)
                 else:
-                    loop = OfflineLoop(cfg, data, folder.path, None if monitor is None else monitor.watchdog)
+                    watchdog = None if monitor is None else monitor.watchdog
+                    loop = OfflineLoop(cfg, data, folder.path, watchdog, model=model)
+                    loop.events = events or loop.events
+                if events is not None:
+                    events.start(data.total_steps)
                 with closing(loop), stop.stops(loop):
-                    last = record(loop.run(), folder, tracker, data.total_steps)
+                    updates = loop.run()
+                    if events is not None and isinstance(loop, RayLoop):
+                        updates = relayed(updates, loop, events)
+                    last = record(updates, folder, tracker, data.total_steps)
                 if "val/accuracy" in last.metrics:
                     assert data.val is not None
                     tracker.note(
@@ -212,6 +238,25 @@ def run_once(
             try_write_report(folder)
         early = last.step < data.total_steps and not last.notice
         return RunResult(folder.path, last.metrics, last.step, stopped=stop.asked and early)
+
+
+def relayed(updates: Iterable[Update], loop: RayLoop, events: Events) -> Iterator[Update]:
+    """The updates of ranks on Ray, which are told to `events` here, in the driver, once their step is over."""
+    for update in updates:
+        if update.kind == "step":
+            events.begin_step(update.step)
+            events.end_step(update.step)
+            asked = events.log(update.step, update.metrics)
+            if update.saved_step == update.step:
+                events.save(update.step)
+            if asked.save and update.saved_step != update.step:
+                raise ConfigError(
+                    f"a callback asks for a checkpoint after step {update.step}, but with several processes a step is "
+                    "over when its callbacks are called; set save_steps instead"
+                )
+            if asked.stop:
+                loop.request_stop()
+        yield update
 
 
 def record(updates: Iterable[Update], folder: RunFolder, tracker: FanOut, total_steps: int) -> Update:

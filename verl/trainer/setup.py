@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from verl.checkpoint.resume import refuse_other_command
 from verl.checkpoint.steps import list_steps
@@ -30,6 +30,36 @@ logger = logging.getLogger(__name__)
 
 _MODEL_KEYS = ("actor_rollout_ref.model.path", "model.path")
 _SHOWN = 6
+
+
+class Asked(NamedTuple):
+    """What is wanted after a step, besides what the config says."""
+
+    stop: bool = False
+    save: bool = False
+    evaluate: bool = False
+
+
+class Events:
+    """What a loop tells about its run while it lasts; here nothing is done with it. `verl.trainer.callbacks` passes it
+    on to callbacks."""
+
+    def start(self, total_steps: int) -> None:
+        """The run begins, or begins again after processes were lost."""
+
+    def begin_step(self, step: int) -> None:
+        """A step begins."""
+
+    def end_step(self, step: int) -> Asked:
+        """A step's update is complete; validation may follow."""
+        return Asked()
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> Asked:
+        """The numbers of a step, or of the validation before the first one; a checkpoint may follow."""
+        return Asked()
+
+    def save(self, step: int) -> None:
+        """A checkpoint is saved."""
 
 
 def open_tracker(
@@ -113,6 +143,7 @@ def record_config(cfg: PPOConfig | OfflineConfig, folder: RunFolder) -> None:
     ):
         now["trainer"]["default_local_dir"] = ""  # the same run under another name gets another folder
     changed = changes(before, jsonable(now)) if before is not None else []
+    changed = [change for change in changed if not change[0].startswith("trainer.resume_")]
     if changed:
         shown = ", ".join(f"{key} {old!r} -> {new!r}" for key, old, new in changed[:_SHOWN])
         more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""

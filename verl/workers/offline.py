@@ -45,8 +45,17 @@ class OfflineRole(ABC):
     names: ClassVar[tuple[str, ...]] = ("loss",)
     """Of the metrics of `loss`; each is a sum over the rows of the batch, divided by its counts."""
 
-    def __init__(self, cfg: OfflineConfig, *, training_steps: int, bad_batch_dir: Path) -> None:
+    def __init__(
+        self,
+        cfg: OfflineConfig,
+        *,
+        training_steps: int,
+        bad_batch_dir: Path,
+        model: torch.nn.Module | None = None,
+    ) -> None:
+        """`model`: one that is trained in place, instead of the one that `cfg.model.path` names."""
         self.cfg: Any = cfg
+        self._given_model = model is not None
         _, self._offload_keys = offload_section(cfg.model)
         self.device = choose_device(cfg.trainer.device)
         self.engine: TrainEngine = build_engine(
@@ -58,6 +67,7 @@ class OfflineRole(ABC):
             seed=cfg.trainer.seed,
             max_skipped_steps=cfg.trainer.health.max_skipped_steps,
             bad_batch_dir=bad_batch_dir,
+            model=model,
         )
         info = self.engine.info
         self.rank, self._layout = info.rank, info.layout
@@ -179,6 +189,11 @@ class RewardRole(OfflineRole):
 
     kind: ClassVar[Literal["actor", "critic", "reward"]] = "reward"
     names: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "margin", "reward")
+
+    def __init__(self, cfg: OfflineConfig, *, model: Any = None, **options: Any) -> None:
+        if model is not None:
+            model.config.pad_token_id = cfg.model.override_config["pad_token_id"]
+        super().__init__(cfg, model=model, **options)
 
     def loss(self, out: ModelOutput, micro: DataProto) -> tuple[torch.Tensor, dict[str, Metric]]:
         """The mean over the pairs of the whole batch."""

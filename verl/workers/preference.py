@@ -63,7 +63,9 @@ class PreferenceRole(OfflineRole):
             if loader is not None
         }
         file, key = folder / CACHE_FILE, _cache_key(self.cfg, datasets)
-        known = _read_cache(file, key)
+        # The key says nothing of the weights of a model that was given as an object.
+        afresh = self._given_model and self.cfg.trainer.resume_mode == "disable"
+        known = None if afresh else _read_cache(file, key)
         if self.on_any_rank(known is None):
             logger.info("computing the reference's log-probs of %d pairs", sum(map(len, datasets.values())))
             known = {name: self._reference_of(dataset) for name, dataset in datasets.items()}
