@@ -1,4 +1,4 @@
-"""The rich console every command shares, the display of training steps, and progress bars.
+"""The rich console every command shares, the display of training steps, progress bars and closing lines.
 
 Piped output has no control codes and one line per step. Text from models, data or exceptions is never read as markup,
 and its control characters are written out.
@@ -11,12 +11,15 @@ import errno
 import logging
 import math
 import os
+import shlex
+import shutil
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType
@@ -103,6 +106,29 @@ def log_console() -> Console:
     command prints (a config, a plan, a table) can be used as it is."""
     console = shared_console()
     return console if console.is_terminal else SafeConsole(stderr=True, width=100_000, soft_wrap=True)
+
+
+def show_lines(rows: list[tuple[str, str]]) -> None:
+    """Labels and texts, one line each, so that paths and commands can be copied."""
+    for label, text in rows:
+        shared_console().print(Text(f"{label:<14} {text}".rstrip()), soft_wrap=True)
+
+
+def shown_path(path: Path) -> str:
+    """Relative to the working directory where it is below it."""
+    path = path.absolute()
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def typed(*words: str) -> str:
+    """A command of `verl` of this environment: by its name where the shell finds it, else by its path."""
+    found, script = shutil.which("verl"), Path(sys.executable).parent / "verl"
+    program = [shown_path(script)]
+    if not script.is_file():
+        program = [sys.executable, "-m", "verl.cli"]
+    elif found is not None and script.samefile(found):
+        program = ["verl"]
+    return shlex.join([*program, *words])
 
 
 def step_line(step: int, metrics: Mapping[str, Any], total_steps: int | None = None) -> str:
