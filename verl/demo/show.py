@@ -84,8 +84,8 @@ def examples(
 
 
 class DemoTracker(Tracker):
-    """Every step with a curve in the live display; in piped output lines for the first, the last and about twelve steps
-    between, and the curve of rewards at the end."""
+    """Lines for the first, the last and about twelve steps between; on a terminal every step with a curve in the live
+    display below them, in piped output the curve of rewards at the end."""
 
     def __init__(self, total_steps: int, title: str) -> None:
         console = shared_console()
@@ -98,8 +98,9 @@ class DemoTracker(Tracker):
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         self.rewards += [metrics["reward/mean"]] if "reward/mean" in metrics else []
-        if self.watched or step in (0, 1, self.total) or step % self.every == 0:
-            self.console.log(step, metrics)
+        stays = step in (0, 1, self.total) or step % self.every == 0
+        if self.watched or stays:
+            self.console.log(step, metrics, stays=stays)
 
     def close(self) -> None:
         self.console.close()
