@@ -46,8 +46,13 @@ def rewards_all_equal(h: History) -> Seen | None:
     low, high = h.latest("reward/min"), h.latest("reward/max")
     if low is None or high is None or low != high or (h.batch is not None and h.batch.sequences < 2):
         return None
+    if low >= max(h.series("reward/max")) and low > min(h.series("reward/min")):
+        return None  # it learned to get the best reward it knows
     seen = f"all rewards of this batch are {low:g}"
-    return seen, "if it lasts, `verl reward test`, other prompts (data.train_files), or `verl sft` first"
+    other = "harder prompts (data.train_files)"
+    if low <= 0:
+        other = "easier prompts (data.train_files) or `verl sft` first"
+    return seen, f"`verl reward test`, which shows what the reward function returns; if it is right, {other}"
 
 
 @diagnosis("step", "they add nothing to the update")
