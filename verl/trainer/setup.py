@@ -233,11 +233,12 @@ def closing_lines(folder: Path, end: str, seconds: float, command: str) -> list[
     from verl.observe.run_reader import duration, open_run
 
     run = open_run(folder)
-    steps = f"after step {run.step}" if run.step else "before its first step"
+    steps = "before its first step"
     if run.get("trainer.val_only"):
         steps = "validation"
-    elif run.total_steps and end != "finished":
-        steps += f" of {run.total_steps}"
+    elif run.step:
+        of = f" of {run.total_steps}" if run.total_steps and end != "finished" else ""
+        steps = f"after step {run.step}{of}"
     rows = [("", ""), (end, f"{steps}, in {duration(seconds)}")]
     rows += _reached(run.log)
     rows += places(folder)

@@ -76,14 +76,16 @@ def reward_never_called(h: History) -> Seen | None:
     return seen, fix
 
 
-@diagnosis("step", "the reward function failed or timed out; they are left out of the loss")
+@diagnosis("step", "what scores them failed or timed out; they are left out of the loss")
 def rewards_failed(h: History) -> Seen | None:
     failed = h.latest("reward/failed")
     if not failed:
         return None
-    timeout = h.config.reward.timeout_s
+    timeout, faulty = h.config.reward.timeout_s, "the reward function"
+    if h.rollout.multi_turn.enable:
+        faulty += ", environment or simulated user"
     seen = f"{failed:g} responses got no score"
-    fix = f"to fix the function (rollouts/ has the errors), or reward.timeout_s={2 * timeout:g} (now {timeout:g})"
+    fix = f"to fix {faulty} (rollouts/ has the errors), or reward.timeout_s={2 * timeout:g} (now {timeout:g})"
     return seen, fix
 
 
