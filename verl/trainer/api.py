@@ -148,7 +148,7 @@ class PPOTrainer:
         return from_dict(PPOConfig, {**values, **simple.overrides}, quiet=quiet)
 
     def _kl(self, coef: float) -> dict[str, Any]:
-        return {"algorithm.use_kl_in_reward": coef > 0, "algorithm.kl_ctrl.kl_coef": coef}
+        return {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": coef} if coef > 0 else {}
 
     def train(self, train_dataloader: Iterable[Any]) -> RunResult:
         """Train on the prompts; the model given is the one that learns, in place.
@@ -185,7 +185,8 @@ class GRPOTrainer(PPOTrainer):
     responses: ClassVar[int] = 8
 
     def _kl(self, coef: float) -> dict[str, Any]:
-        return {"actor_rollout_ref.actor.use_kl_loss": coef > 0, "actor_rollout_ref.actor.kl_loss_coef": coef}
+        actor = "actor_rollout_ref.actor"
+        return {f"{actor}.use_kl_loss": True, f"{actor}.kl_loss_coef": coef} if coef > 0 else {}
 
 
 def _functions(given: Any) -> list[Any]:
