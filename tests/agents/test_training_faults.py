@@ -129,11 +129,13 @@ def test_faults_of_tools_cost_only_themselves(
 FAILING_USER = """
 class World:
     def reset(self, start, **row):
-        self.start = start
+        self.start, self.asked = start, 0
 
     def user(self, reply):
         if self.start % 3 == 0:
             raise ValueError("the dragon ate you")
+        self.asked += 1
+        return "begin with h" if self.asked < 2 else None
 
     def reward(self):
         return 1.0
@@ -150,6 +152,9 @@ def test_a_conversation_whose_environment_cannot_answer_is_not_trained_on(train)
     assert (batch.batch["response_mask"].sum(-1) == 0).tolist() == failed
     assert [row["score"] is None for row in rows] == failed
     assert rows[0]["error"] == "the user gave no answer: user failed: ValueError: the dragon ate you"
+    own = [[turn["content"] for turn in row["turns"] if turn["role"] == "assistant"] for row in rows]
+    assert max(map(len, own)) == 2 and any(turn["role"] == "user" for turn in rows[-1]["turns"])
+    assert [row["response"] for row in rows] == ["\n".join(texts) for texts in own]
     (metrics,) = ran.rows
     assert metrics["reward/failed"] == 4 and metrics["tools/calls/all"] == metrics["tools/failed/all"] == 0
     (finding,) = [each for each in metrics["findings"] if each["rule"] == "rewards_failed"]

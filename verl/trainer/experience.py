@@ -172,10 +172,10 @@ def submit_reward(
     conversation = None if isinstance(result, Response) else result
     if conversation is not None and conversation.error is not None:
         return RewardResult(None, error=conversation.error)
-    ids = result.token_ids if conversation is None else conversation.drawn_ids
     # What data.max_response_length bounds: all tokens, or with history=split those of the longest turn.
     turns = [] if conversation is None else conversation.model_turns
-    text = decode_all(tokenizer, [ids])[0]
+    drawn = [result.token_ids] if conversation is None else conversation.drawn_ids
+    text = "\n".join(decode_all(tokenizer, drawn))
     if texts is not None and conversation is None:
         texts[row] = text
     split = any(turn.prompt_ids is not None for turn in turns)

@@ -190,8 +190,8 @@ def _columns(cfg: GenerationConfig, tokenizer: Any) -> Columns:
     """The new columns by what follows `data.response_key` in their names."""
 
     def text(response: Any) -> str:
-        drawn = response.drawn_ids if isinstance(response, Conversation) else response.token_ids
-        return str(tokenizer.decode(drawn, skip_special_tokens=True))
+        drawn = response.drawn_ids if isinstance(response, Conversation) else [response.token_ids]
+        return "\n".join(str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in drawn)
 
     columns: Columns = {
         "": ("list<string>", text),
