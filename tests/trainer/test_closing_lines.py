@@ -50,8 +50,8 @@ def test_a_finished_run_says_where_everything_is_and_the_next_command_works(
     assert lines["finished"].startswith("after step 2, in ") and " s" in lines["finished"]
     rows = [json.loads(line) for line in Path("runs/one/metrics.jsonl").read_text().splitlines()]
     rewards = [f"{row['reward/mean']:.3f}" for row in rows if "reward/mean" in row]
-    assert lines["reward"] == " -> ".join(dict.fromkeys((rewards[0], rewards[-1])))
-    assert lines["validation"] and lines["run folder"] == "runs/one"
+    assert lines["reward"] == f"{rewards[0]} -> {rewards[-1]}"
+    assert lines["validation"].count(" -> ") == 1 and lines["run folder"] == "runs/one"
     assert lines["report"].startswith("runs/one/report.html") and Path("runs/one/report.html").is_file()
     model = Path(lines["trained model"])
     assert model == Path("runs/one/global_step_2/actor/huggingface") and (model / "config.json").is_file()
@@ -67,10 +67,10 @@ def test_a_finished_run_says_where_everything_is_and_the_next_command_works(
     assert "3 prompts with 1 responses each" in lines["finished"] and lines["model"] == str(model)
     assert lines["responses"] == "responses.parquet (column responses)"
     command = shlex.split(lines["next"].replace("FILE.py", f"{digits_data}/digits_reward.py"))
-    assert main_eval.main(command[-3:]) == 0
+    assert main_eval.main([*command[-3:], "reward.in_process=True"]) == 0
     lines = said(capsys.readouterr().out)
     assert lines["numbers"] == "responses.metrics.json" and "data.output_path" in lines["next"]
-    assert main_eval.main([*command[-3:], "data.output_path=scored.jsonl"]) == 0
+    assert main_eval.main([*command[-3:], "reward.in_process=True", "data.output_path=scored.jsonl"]) == 0
     assert said(capsys.readouterr().out)["scored rows"] == "scored.jsonl"
 
 

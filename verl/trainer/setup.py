@@ -298,7 +298,8 @@ def _reached(log: MetricsLog) -> list[tuple[str, str]]:
     """Rewards or losses, and validations: the first and the last of each."""
     from verl.observe.diagnoses import validation_summary
 
-    rows = [log.first, *log.rows]
+    # A long log keeps its first row only there.
+    rows = log.rows if log.rows[:1] == [log.first] else [log.first, *log.rows]
     columns = {
         "reward": [row.get("reward/mean") for row in rows],
         "loss": [row.get("train/loss") for row in rows],
@@ -309,7 +310,6 @@ def _reached(log: MetricsLog) -> list[tuple[str, str]]:
     reached = []
     for label, values in columns.items():
         known = [value for value in values if value is not None and math.isfinite(value)]
-        shown = list(dict.fromkeys(f"{value:.3f}" for value in (known[:1] + known[-1:])))
-        if shown:
-            reached.append((label, " -> ".join(shown)))
+        if known:
+            reached.append((label, " -> ".join(f"{value:.3f}" for value in known[:1] + known[1:][-1:])))
     return reached
