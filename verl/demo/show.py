@@ -74,13 +74,13 @@ def answer_with_transformers(folder: Path, prompts: Sequence[str], longest: int 
 def examples(
     before: Sequence[DemoAnswer], after: Sequence[DemoAnswer]
 ) -> list[tuple[DemoAnswer, DemoAnswer]]:
-    """One problem of each kind, preferably one that was wrong before and is right now."""
+    """One problem of each kind, preferably one that was wrong before and is right now; such ones first."""
     chosen = []
     for plan in PLANS:
         pairs = [pair for pair in zip(before, after, strict=True) if pair[0].plan == plan]
         learned = [pair for pair in pairs if pair[1].right and not pair[0].right]
         chosen.append((learned or pairs)[0])
-    return chosen
+    return sorted(chosen, key=lambda pair: pair[0].right or not pair[1].right)
 
 
 class DemoTracker(Tracker):
