@@ -14,12 +14,13 @@ import pytest
 from tests.tiny_run import tiny_run
 from verl.checkpoint.files import FileRecord
 from verl.checkpoint.manifest import Manifest, write_manifest
-from verl.config.load import load_ppo_config
+from verl.config.load import from_dict, load_ppo_config
+from verl.config.schema import SFTConfig
 from verl.observe.console import typed
 from verl.observe.run_folder import LINEAGE
 from verl.trainer import main_eval, main_generation, main_ppo, sft_trainer
 from verl.trainer.loop import RLLoop
-from verl.trainer.setup import closing_lines
+from verl.trainer.setup import closing_lines, with_closing_lines
 
 
 def said(text: str) -> dict[str, str]:
@@ -173,3 +174,40 @@ def test_weights_in_shards_adapters_reward_models_and_forks(tmp_path: Path) -> N
     assert (
         lines["next"] == f"{typed('sft', '--config-path', str(folder / 'config.yaml'))} resumes after step 3"
     )
+
+
+def test_a_run_that_was_interrupted_at_once_says_what_is_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = {
+        "model.path": "org/a",
+        "data.train_files": "x.parquet",
+        "trainer.default_local_dir": str(tmp_path / "run"),
+    }
+    cfg = from_dict(SFTConfig, keys)
+
+    def killed() -> main_ppo.RunResult:
+        written(tmp_path / "run", ["hf_model"], [{"step": 4, "train/loss": 1.0}])
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        with_closing_lines(cfg, killed)
+    lines = said(capsys.readouterr().out)
+    assert lines["interrupted"].startswith("after step 4 of 9, in ")
+    assert lines["next"] == "the same command resumes after step 3"
+
+    def broken() -> main_ppo.RunResult:
+        (tmp_path / "run" / "config.yaml").unlink()
+        (tmp_path / "run" / "metrics.jsonl").rename(tmp_path / "run" / "gone")
+        (tmp_path / "run" / "metrics.jsonl").mkdir()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):  # whatever became of the folder
+        with_closing_lines(cfg, broken)
+
+
+def test_a_run_that_only_validates_has_no_steps(tmp_path: Path) -> None:
+    folder = written(tmp_path, ["hf_model"], [{"step": 0, "val-core/x/acc/mean@1": 0.25}])
+    (folder / "config.yaml").write_text("trainer: {val_only: true}\n")
+    lines = dict(closing_lines(folder, "finished", 1, "verl train"))
+    assert (lines["finished"], lines["validation"]) == ("validation, in 1 s", "0.250")
