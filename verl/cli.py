@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import sys
 from collections.abc import Sequence
@@ -68,16 +69,27 @@ def _main(arguments: list[str]) -> int:
         from verl.completion import main as completion
 
         return completion(arguments[1:], PROGRAMS)
-    asked_for_help = not arguments or arguments[0] in ("-h", "--help", "help")
-    (sys.stdout if asked_for_help else sys.stderr).write(_usage(None if asked_for_help else arguments[0]))
-    return 0 if asked_for_help else 2
+    if arguments and arguments[0] not in ("-h", "--help", "help"):
+        sys.stderr.write(
+            f"{_unknown(arguments[0], [*PROGRAMS, 'completion'])} `verl --help` lists all commands\n"
+        )
+        return 2
+    sys.stdout.write(_usage())
+    return 0
+
+
+def _unknown(word: str, known: Sequence[str], before: str = "verl") -> str:
+    near = difflib.get_close_matches(word.lower(), known, n=1)
+    return f"error: unknown command {word!r}." + (f" Did you mean `{before} {near[0]}`?" if near else "")
 
 
 def _run_program(arguments: list[str]) -> int:
     entry, words, rest = PROGRAMS[arguments[0]], arguments[:1], arguments[1:]
     if isinstance(entry, dict):
         if not rest or rest[0] not in entry:
-            wanted = "" if not rest or rest[0].startswith("-") else f"unknown command {rest[0]!r}; "
+            wanted = ""
+            if rest and not rest[0].startswith("-"):
+                wanted = _unknown(rest[0], list(entry), f"verl {words[0]}") + "\n"
             lines = [f"  verl {words[0]} {name:12} {about}" for name, (_, about) in entry.items()]
             out = sys.stdout if rest[:1] in (["-h"], ["--help"]) else sys.stderr
             out.write(f"{wanted}usage:\n" + "\n".join(lines) + "\n")
@@ -95,9 +107,8 @@ def _run_program(arguments: list[str]) -> int:
     return run_command(lambda: module.run(args))
 
 
-def _usage(unknown: str | None) -> str:
-    lines = [] if unknown is None else [f"error: unknown command {unknown!r}", ""]
-    lines += ["usage: verl COMMAND ...", ""]
+def _usage() -> str:
+    lines = ["usage: verl COMMAND ...", ""]
     for name, entry in PROGRAMS.items():
         about = [entry[1]] if isinstance(entry, tuple) else [f"{k}: {a}" for k, (_, a) in entry.items()]
         lines.append(f"  {name:10} {'; '.join(about)}")

@@ -55,7 +55,7 @@ def ask(text: str) -> str:
 REWARD = """
 def compute_score(response, messages, turns, tool_calls):
     assert messages[0]["role"] == "user" and [m["content"] for m in messages[1:]] == [t["content"] for t in turns]
-    assert response.split() == " ".join(t["content"] for t in turns if t["role"] == "assistant").split()
+    assert response == "\\n".join(t["content"] for t in turns if t["role"] == "assistant")
     return 10.0 * len(turns) + len(tool_calls) + 0.001 * len(response.split())
 """
 

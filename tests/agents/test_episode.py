@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from verl.agents.base import Message, ToolFailed
+from verl.agents.base import Message, ParsedTurn, ToolCall, ToolFailed
 from verl.agents.episode import Episode, TurnAnswer
 from verl.agents.formats import get_format
 from verl.agents.toolset import Agents
@@ -210,3 +213,22 @@ def test_a_conversation_whose_user_or_turn_reward_fails_ends_with_an_error(
 def test_a_reset_or_reward_that_raises_is_said(begin, agents, hook):
     with pytest.raises(ToolFailed, match="failed: ValueError: no"):
         agents.wait_for(begin(**{hook: "raise"}).close())
+
+
+@pytest.mark.filterwarnings("error")
+def test_calls_that_had_not_begun_when_the_run_stops_leave_nothing_behind() -> None:
+    """A coroutine that is made and never awaited would be reported by Python."""
+    episode = Episode.__new__(Episode)
+    calls = tuple(ToolCall("ask", {}) for _ in range(2))
+    parse = SimpleNamespace(parse=lambda text: ParsedTurn("", calls))
+    episode.agents = SimpleNamespace(format=parse, cfg=SimpleNamespace(max_parallel_calls=2))  # type: ignore[assignment]
+
+    async def stopped() -> None:
+        turn = asyncio.create_task(episode._run_tools(""))
+        await asyncio.sleep(0)
+        turn.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await turn
+
+    asyncio.run(stopped())
+    gc.collect()

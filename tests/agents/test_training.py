@@ -127,6 +127,8 @@ def test_split_rows_share_the_advantage_of_their_conversation(train, rewriting_m
         assert metrics["training/rollout_probs_diff_max"] < 1e-5, "the prompts are what the model saw"
         lines = ran.rollouts(step)
         assert len(lines) == 12 and sum(len(line["turns"]) for line in lines) > 20
+        own = [[turn["content"] for turn in line["turns"] if turn["role"] == "assistant"] for line in lines]
+        assert [line["response"] for line in lines] == ["\n".join(texts) for texts in own]
     assert seen_again > 2
 
 

@@ -126,6 +126,41 @@ def test_faults_of_tools_cost_only_themselves(
     assert ran.rows[-1]["actor/grad_norm"] > 0
 
 
+FAILING_USER = """
+class World:
+    def reset(self, start, **row):
+        self.start, self.asked = start, 0
+
+    def user(self, reply):
+        if self.start % 3 == 0:
+            raise ValueError("the dragon ate you")
+        self.asked += 1
+        return "begin with h" if self.asked < 2 else None
+
+    def reward(self):
+        return 1.0
+"""
+
+
+def test_a_conversation_whose_environment_cannot_answer_is_not_trained_on(train) -> None:
+    """Its environment would give a reward; no tool was called."""
+    more = ["reward.max_failure_ratio=1", "trainer.total_training_steps=1", "data.shuffle=False"]
+    ran = train(*more, f"{KEY}.format=hermes", world=FAILING_USER)
+    batch, rows = ran.batches[1], ran.rollouts(1)
+    failed = [talk.error is not None for talk in batch.non_tensor_batch["conversation"]]
+    assert failed == [True] * 4 + [False] * 8
+    assert (batch.batch["response_mask"].sum(-1) == 0).tolist() == failed
+    assert [row["score"] is None for row in rows] == failed
+    assert rows[0]["error"] == "the user gave no answer: user failed: ValueError: the dragon ate you"
+    own = [[turn["content"] for turn in row["turns"] if turn["role"] == "assistant"] for row in rows]
+    assert max(map(len, own)) == 2 and any(turn["role"] == "user" for turn in rows[-1]["turns"])
+    assert [row["response"] for row in rows] == ["\n".join(texts) for texts in own]
+    (metrics,) = ran.rows
+    assert metrics["reward/failed"] == 4 and metrics["tools/calls/all"] == metrics["tools/failed/all"] == 0
+    (finding,) = [each for each in metrics["findings"] if each["rule"] == "rewards_failed"]
+    assert finding["try"].startswith("to fix the reward function, environment or simulated user (rollouts/")
+
+
 @pytest.mark.slow(seconds=1)
 def test_a_model_that_calls_wrongly_is_told_what_exists(
     train, write: Callable[..., str], tmp_path: Path

@@ -13,7 +13,8 @@ import pytest
 
 from verl.config.keys import get, schema_keys
 from verl.config.load import from_dict, load_ppo_config, load_sft_config, to_dict, to_yaml
-from verl.config.schema import PPOConfig, SFTConfig
+from verl.config.recipes import COMMANDS, help_text
+from verl.config.schema import EvaluationConfig, GenerationConfig, PPOConfig, SFTConfig
 from verl.errors import ConfigError
 
 NEEDED = ["actor_rollout_ref.model.path=org/model", "data.train_files=train.parquet"]
@@ -327,15 +328,33 @@ def test_cfg_job_prints_the_resolved_config(capsys: pytest.CaptureFixture[str]) 
     assert yaml.safe_load(capsys.readouterr().out)["actor_rollout_ref"]["model"]["path"] == ""
 
 
-def test_help_lists_every_key_with_its_documentation(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_about_all_lists_every_key_with_its_documentation(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        load_ppo_config(["--help"])
+        load_ppo_config(["--help", "all"])
     assert ended.value.code == 0
     text = capsys.readouterr().out
     for key in schema_keys(PPOConfig).values():
         assert f"  {key.last} " in text
         assert key.doc.split()[0] in text
-    assert max(len(line) for line in text.splitlines() if not line.startswith("  python")) <= 120
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_help_is_short_and_says_where_the_other_keys_are() -> None:
+    for kind, command in {
+        **COMMANDS,
+        GenerationConfig: "verl generate",
+        EvaluationConfig: "verl eval",
+    }.items():
+        text = help_text(kind, [])
+        lines = text.splitlines()
+        assert lines[0] == f"{command} [options] key=value ..." and f"\n  {command} " in text
+        assert len(lines) < 80 and max(map(len, lines)) <= 120
+        assert f"{command} --help SECTION lists their keys, --help all every one" in text
+        for name in {key.partition(".")[0] for key in schema_keys(kind)}:
+            count = sum(key.startswith(f"{name}.") for key in schema_keys(kind))
+            assert f"  {name:<33} {count} key" in text
+        for key in schema_keys(kind).values():
+            assert not key.required or f"  {key.last:<33} (required)" in text
 
 
 def test_help_about_one_section(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from verl.demo import show
-from verl.observe.console import SafeConsole
+from verl.observe.console import SafeConsole, typed
 
 
 @pytest.fixture
@@ -53,11 +53,11 @@ def test_commands_name_the_program_as_this_shell_finds_it(tmp_path, monkeypatch)
     scripts.mkdir(parents=True)
     monkeypatch.setattr(sys, "executable", str(scripts / "python"))
     monkeypatch.setenv("PATH", "/usr/bin")
-    assert show._program() == [str(scripts / "python"), "-m", "verl.cli"]
+    assert typed("view") == f"{scripts / 'python'} -m verl.cli view"
     (scripts / "verl").write_text("#!/bin/sh\n")
     (scripts / "verl").chmod(0o755)
-    assert show._program() == [str(scripts / "verl")]
+    assert typed("view") == f"{scripts / 'verl'} view"
     monkeypatch.chdir(tmp_path)
-    assert show._program() == [".venv/bin/verl"]
+    assert typed("view") == ".venv/bin/verl view"
     monkeypatch.setenv("PATH", str(scripts))
-    assert show._program() == ["verl"]
+    assert typed("view") == "verl view"

@@ -170,7 +170,8 @@ def test_accuracy_and_examples():
     assert accuracy(before) == 0.4 and accuracy(after) == 0.8
     assert accuracy(after, "subtract") == 0.0
     shown = examples(before, after)
-    assert [old.plan for old, _ in shown] == list(PLANS)
+    assert [old.plan for old, _ in shown] == ["add", "first", "subtract", "second"], "what was learned first"
+    assert {old.plan for old, _ in shown} == set(PLANS)
     assert shown[0] == (before[1], after[1])
 
 

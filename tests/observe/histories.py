@@ -123,10 +123,12 @@ SICK: dict[str, list[Case]] = {
         Case(
             once(batch_of([0.1, 0.2, 0.3, 0.1, 0.2, 0.3, 0.2] * 5 + [900.0])), "1 of 36 rewards", "max(-1.0"
         ),
-        Case(once(batch_of([0.0] * 30 + [-50.0])), "largest -50", "max(-1.0"),
+        Case(once(batch_of([0.0] * 30 + [0.5, -50.0])), "largest -50", "max(-1.0"),
     ],
     "rewards_all_equal": [
-        Case(once(reward__min=1.0, reward__max=1.0), "all rewards of this batch are 1", "data.train_files")
+        Case(once(reward__min=1.0, reward__max=1.0), "all rewards of this batch are 1", "harder prompts"),
+        Case(once(reward__min=0.0, reward__max=0.0), "all rewards of this batch are 0", "`verl sft` first"),
+        Case(series(reward__min=[0.0, 0.0], reward__max=[1.0, 0.0]), "are 0", "easier prompts"),
     ],
     "groups_without_signal": [
         Case(
@@ -351,9 +353,16 @@ RIGHT: dict[str, list[Case]] = {
     "reward_not_finite": [Case(once(batch_of([0.0, -5.0, 1e6, 1.0])))],
     "reward_outliers": [
         Case(once(batch_of([0.0] * 99 + [1.0]))),  # a rare success
+        Case(once(batch_of([0.0] * 76 + [1.0] * 4))),
+        Case(once(batch_of([0.0] * 76 + [0.1] * 3 + [1.0]))),
+        Case(once(batch_of([0.0] * 76 + [100.0] * 4))),  # two values
         Case(once(batch_of([n / 10 for n in range(40)]))),
     ],
-    "rewards_all_equal": [Case(once(batch_of([1.0]), reward__min=1.0, reward__max=1.0))],  # one response
+    "rewards_all_equal": [
+        Case(once(batch_of([1.0]), reward__min=1.0, reward__max=1.0)),  # one response
+        Case(series(reward__min=[0.0, 1.0], reward__max=[1.0, 1.0])),  # it learned the task
+        Case(series(reward__min=[-1.0, 0.0], reward__max=[0.0, 0.0])),
+    ],
     "groups_without_signal": [
         Case(once(groups(17, 20))),
         Case(once(groups(19, 20), reward__mean=0.95)),  # solved

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -59,15 +60,60 @@ def test_piped_output_is_plain_lines_even_when_live_is_asked_for() -> None:
     assert out.getvalue().splitlines() == [step_line(1, METRICS, 5), "[not markup] <stays>"]
 
 
-def test_on_a_terminal_the_display_is_live_and_ends_with_the_last_step() -> None:
+def test_a_step_that_does_not_fit_continues_below_its_first_number() -> None:
+    line = step_line(7, METRICS, total_steps=100, width=80)
+    assert line.splitlines() == [
+        "step   7/100  reward 0.438  length 85  loss -0.0012  entropy 1.250  grad 0.51",
+        "              tok/s 3,210  time 2.3s  validation 0.500",
+    ]
+    assert step_line(7, METRICS, width=5).splitlines()[:2] == ["step 7", "        reward 0.438"]
+
+
+def test_preferences_show_accuracy_and_margin_at_each_step() -> None:
+    metrics = {"train/loss": 0.69, "train/accuracy": 0.75, "train/margin": 0.012, "val/accuracy": 0.5}
+    assert step_line(1, metrics) == "step 1  loss 0.6900  accuracy 0.750  margin +0.012  val accuracy 0.500"
+
+
+def screen(written: str, height: int = 60) -> list[str]:
+    """The lines that a terminal shows after rich wrote this."""
+    rows, row = [""] * height, 0
+    for mark in re.findall(r"\x1b\[\??[0-9;]*[A-Za-z]|\n|\r|[^\x1b\n\r]+", written):
+        if mark == "\n":
+            row += 1
+        elif mark == "\x1b[2K":
+            rows[row] = ""
+        elif mark == "\x1b[1A":
+            row -= 1
+        elif mark[0] not in "\x1b\r":
+            rows[row] += mark
+    return rows
+
+
+def test_on_a_terminal_the_steps_stay_above_a_live_display_with_a_named_curve() -> None:
     out = io.StringIO()
-    console = StepConsole(2, live=True, console=Console(file=out, width=120, force_terminal=True))
+    console = StepConsole(
+        2, live=True, console=Console(file=out, width=120, force_terminal=True, _environ={})
+    )
     console.log(1, METRICS)
-    console.log(2, METRICS | {"reward/mean": 0.9})
     console.note("halfway")
+    console.log(2, METRICS | {"reward/mean": 0.9})
     console.close()
-    text = out.getvalue()
-    assert "\x1b[" in text and "halfway" in text and "reward 0.900" in text
+    shown = screen(out.getvalue())
+    assert shown[0].startswith("step 1/2  reward 0.438") and shown[1] == "halfway"
+    assert shown[2].startswith("step 2/2  reward 0.900") and shown[3].startswith("╭─ training")
+    assert shown[4].startswith("│ reward 0.438 -> 0.9  ▁█")
+
+
+def test_a_step_that_does_not_stay_is_in_the_display_until_the_next() -> None:
+    out = io.StringIO()
+    console = StepConsole(
+        3, live=True, console=Console(file=out, width=120, force_terminal=True, _environ={})
+    )
+    console.log(1, {"reward/mean": 0.25}, stays=False)
+    console.log(2, {"reward/mean": 0.5}, stays=False)
+    console.close()
+    shown = "\n".join(screen(out.getvalue()))
+    assert "step 1/3" not in shown and "│ step 2/3  reward 0.500" in shown
 
 
 def test_sparkline_scales_to_its_range() -> None:

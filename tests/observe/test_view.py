@@ -541,6 +541,29 @@ def test_threads_may_look_while_the_run_writes(tmp_path: Path) -> None:
     assert seen == list(range(300)) and run.log.damaged == 0
 
 
+def test_numbers_are_short_and_prompts_without_the_marks_of_templates(
+    copied: Callable[..., Path], view: Callable[..., tuple[int, str]]
+) -> None:
+    run = copied()
+    turns = ("system\nBe brief.<|im_end|>", "user\nIs 1 < 2 |> 3?<|im_end|>", "assistant\n")
+    prompt = "\n".join(f"<|im_start|>{turn}" for turn in turns)
+    row = {
+        "uid": "0-1",
+        "prompt": prompt,
+        "response": "<|yes|>",
+        "score": 1.0,
+        "advantage": -2.4748666286468506,
+    }
+    (run / "rollouts" / f"{STEPS}.jsonl").write_text(json.dumps(row) + "\n")
+    _, text = view(run, "--best", "1")
+    assert "score 1  advantage -2.475" in text and "<|yes|>" in text
+    shown = [line.strip() for line in text.splitlines()]
+    assert shown[1:6] == ["prompt      system", "Be brief.", "user", "Is 1 < 2 |> 3?", "assistant"]
+    assert "<|im_start|>user" in view(run, "--best", "1", "--full")[1], (
+        "in full they are as the model saw them"
+    )
+
+
 def test_a_conversation_is_shown_turn_by_turn(
     copied: Callable[..., Path], view: Callable[..., tuple[int, str]]
 ) -> None:

@@ -16,8 +16,10 @@ from tests.observe.big_run import sample, write_run, write_samples
 from tests.report_data import report_data
 from tests.tiny_run import read_metrics, tiny_run
 from verl import cli
-from verl.config.load import load_ppo_config
+from verl.config.load import from_dict, load_ppo_config, recorded
+from verl.config.schema import PPOConfig
 from verl.observe.report import write_report
+from verl.observe.run_facts import config_changes, default_config, flat_config
 from verl.observe.token_table import TokenFile
 from verl.observe.web_data import WebData, whole_characters
 from verl.trainer.main_ppo import run as train
@@ -101,6 +103,28 @@ def test_the_summary_has_state_findings_and_the_keys_that_were_set(parent: Path)
     changes = {key: (before, after) for key, before, after in summary["config_changes"]}
     assert changes["data.train_batch_size"][1] == 8 and changes["trainer.save_freq"] == (-1, 2)
     assert "trainer.token_data" not in changes and summary["notes"] == []
+
+
+def test_keys_that_follow_from_others_are_not_listed_as_changes() -> None:
+    """But those that were set to something else are."""
+    keys = {
+        "actor_rollout_ref.model.path": "org/model",
+        "data.train_files": ["train.parquet"],
+        "data.train_batch_size": 6,
+        "data.max_response_length": 77,
+        "algorithm.adv_estimator": "grpo",
+        "actor_rollout_ref.rollout.n": 8,
+        "critic.ppo_epochs": 3,
+        "trainer.seed": 5,
+    }
+    resolved = recorded(from_dict(PPOConfig, keys, quiet=True))
+    assert resolved["critic"]["model"]["path"] == "org/model" and resolved["data"]["seed"] == 5
+    changes = config_changes(default_config(resolved), flat_config(resolved))
+    assert {name: after for name, _, after in changes} == keys
+    resolved["data"]["max_response_length"] = "damaged"
+    assert "critic.model.path" in {
+        name for name, *_ in config_changes(default_config(resolved), flat_config(resolved))
+    }
 
 
 def test_the_timeline_is_that_of_the_recorded_phases(parent: Path) -> None:

@@ -99,6 +99,21 @@ def test_words_are_completed(line: str, expected: list[str]) -> None:
     assert complete(line) == expected
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["trian"], "unknown command 'trian'. Did you mean `verl train`? `verl --help` lists all commands"),
+        (["qqq"], "unknown command 'qqq'. `verl --help` lists all commands"),
+        (["reward", "tset"], "unknown command 'tset'. Did you mean `verl reward test`?\nusage:"),
+    ],
+)
+def test_a_misspelt_command_gets_the_nearest(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(words) == 2
+    assert capsys.readouterr().err.startswith(f"error: {said}")
+
+
 def test_every_command_can_be_completed_without_torch() -> None:
     """One process for all commands; each must know its own options."""
     code = (

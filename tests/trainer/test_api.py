@@ -162,7 +162,7 @@ def test_a_rollout_worker_uses_the_weights_that_its_model_has_now(tiny_model_dir
 
 
 @pytest.mark.parametrize(("trainer", "n"), [(PPOTrainer, 1), (GRPOTrainer, 8)])
-def test_the_few_numbers_reach_the_config(tiny_model_dir, tiny_tokenizer, trainer, n):
+def test_the_few_numbers_reach_the_config(tiny_model_dir, tiny_tokenizer, trainer, n, caplog):
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     given = TrainingConfig(
         total_epochs=3,
@@ -189,6 +189,7 @@ def test_the_few_numbers_reach_the_config(tiny_model_dir, tiny_tokenizer, traine
     assert cfg.trainer.default_local_dir == "somewhere" and cfg.trainer.resume_mode == "disable"
     assert (rollout.n, rollout.temperature, cfg.algorithm.gamma) == (n, 0.7, 0.9), "overrides win"
     assert not cfg.algorithm.use_kl_in_reward and not actor.use_kl_loss, "a weight of 0 needs no reference"
+    assert "kl_" not in caplog.text, "keys that nobody wrote are not warned about"
     plain = trainer(model, tiny_tokenizer, TrainingConfig(batch_size=6, n=4, device="cpu")).run_config()
     assert plain.actor_rollout_ref.actor.ppo_mini_batch_size == 6, "the whole batch"
     assert plain.actor_rollout_ref.rollout.n == 4

@@ -64,9 +64,10 @@ class Conversation:
         return [turn for turn in self.turns if turn.role == "assistant"]
 
     @property
-    def drawn_ids(self) -> list[int]:
-        """What the model wrote, all turns together."""
-        return [token for token, own in zip(self.token_ids, self.response_mask, strict=True) if own]
+    def drawn_ids(self) -> list[list[int]]:
+        """What the model wrote, by turn. As one text, which is what rewards and readers get as the response, each turn
+        begins on a new line."""
+        return [self.token_ids[turn.start : turn.end] for turn in self.model_turns]
 
     def add_model_turn(
         self, response: Response, text: str, *, prompt_ids: Sequence[int] | None = None

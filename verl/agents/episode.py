@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from verl.agents.base import Message, Observation, ToolCall, ToolFailed, ToolRecord
@@ -100,7 +101,7 @@ class Episode:
     async def _run_tools(self, text: str) -> TurnAnswer:
         parsed, limit = self.agents.format.parse(text), self.agents.cfg.max_parallel_calls
         running = [
-            self._recorded(ToolRecord(call.name, call.arguments), self._call(call))
+            self._recorded(ToolRecord(call.name, call.arguments), partial(self._call, call))
             for call in parsed.calls[:limit]
         ]
         records = list(await asyncio.gather(*running))
@@ -110,12 +111,12 @@ class Episode:
         records += [ToolRecord("", {}, f"Error: {problem}", "malformed") for problem in parsed.problems]
         return TurnAnswer(records)
 
-    async def _recorded(self, record: ToolRecord, call: Awaitable[Called]) -> ToolRecord:
-        """Await a call: its outcome and its time go to the record."""
+    async def _recorded(self, record: ToolRecord, call: Callable[[], Awaitable[Called]]) -> ToolRecord:
+        """Make a call: its outcome and its time go to the record."""
         started = time.monotonic()
         live.add("tool_calls_waiting")
         try:
-            record.result, record.reward = await call
+            record.result, record.reward = await call()
         except ToolFailed as error:
             record.result, record.failure = f"Error: {error.text}", error.kind
         finally:
@@ -154,7 +155,7 @@ class Episode:
             record.failure = None if seen.valid else "malformed"
             return seen.text, None
 
-        await self._recorded(record, observe())
+        await self._recorded(record, observe)
         if seen.done and not seen.text:
             return TurnAnswer(done=True)
         return TurnAnswer([record], done=record.failure is None and seen.done)

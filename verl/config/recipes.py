@@ -1,5 +1,5 @@
 """Recipes: the keys of a published method under one name, `recipe=NAME`; and the text of --help: what a command does,
-its options, and every key with its default and documentation.
+its options, its first keys and its sections, or the keys of a section with their defaults and documentation.
 
 A recipe is a folder `verl/recipes/NAME` with `recipe.yaml`, the keys it sets, and `README.md`, whose first lines are a
 title, one sentence, and `Paper: ...`. Its keys are defaults: whatever the user sets, anywhere, wins. `verl recipes
@@ -126,11 +126,11 @@ def listing() -> str:
 
 
 def help_text(kind: type, about: list[str], recipe: Recipe | None = None) -> str:
-    """What the command does, its options, and the keys (of the named sections or keys, where any are named). With a
-    recipe, the keys it sets stand first."""
+    """What the command does, its options, and the keys of the named sections or keys, of all with `all`; where none is
+    named, the keys one sets first and the sections. With a recipe, the keys it sets stand first."""
     keys = schema_keys(kind)
     chosen = list(keys.values())
-    if about:
+    if about and about != ["all"]:
         chosen = [
             key
             for key in chosen
@@ -145,7 +145,30 @@ def help_text(kind: type, about: list[str], recipe: Recipe | None = None) -> str
         for name, value in recipe.keys.items():
             lines.append(f"  {name}={str(value).lower() if isinstance(value, bool) else value}")
         lines.append("")
-    return "\n".join([*lines, "Keys (default, meaning):", *_key_lines(kind, chosen)]) + "\n"
+    if about:
+        return "\n".join([*lines, "Keys (default, meaning):", *_key_lines(kind, chosen)]) + "\n"
+    lines += ["The keys one sets first (default, meaning):"]
+    lines += _key_lines(kind, [key for key in chosen if key.name in _FIRST_KEYS])
+    lines += ["", f"Sections ({_command(kind)} --help SECTION lists their keys, --help all every one):"]
+    for name, (_, doc) in sections(kind).items():
+        count = sum(key.startswith(f"{name}.") for key in keys)
+        if name and count and name.removeprefix("actor_rollout_ref.").count(".") == 0:
+            number = f"{count} key{'s' if count > 1 else ''}"
+            lines.append(f"  {name:<33} {number:<14} {doc}")
+    return "\n".join(lines) + "\n"
+
+
+_FIRST_KEYS = (
+    "actor_rollout_ref.model.path", "actor_rollout_ref.model.lora_rank", "actor_rollout_ref.actor.optim.lr",
+    "actor_rollout_ref.actor.ppo_mini_batch_size", "actor_rollout_ref.rollout.name", "actor_rollout_ref.rollout.n",
+    "actor_rollout_ref.rollout.temperature", "algorithm.adv_estimator", "algorithm.loss", "algorithm.beta",
+    "reward.custom_reward_function.path", "custom_reward_function.path", "model.path", "model.lora_rank", "optim.lr",
+    "data.train_files", "data.val_files", "data.train_batch_size", "data.max_prompt_length",
+    "data.max_response_length", "data.max_length", "data.path", "data.output_path", "rollout.name",
+    "rollout.n", "rollout.temperature", "trainer.total_epochs", "trainer.total_training_steps",
+    "trainer.n_gpus_per_node", "trainer.save_freq", "trainer.test_freq", "trainer.logger", "trainer.project_name",
+    "trainer.experiment_name", "trainer.default_local_dir",
+)  # fmt: skip
 
 
 _ABOUT: dict[type, tuple[str, str, str]] = {
@@ -182,23 +205,29 @@ _ABOUT: dict[type, tuple[str, str, str]] = {
 }  # the module, what it does, and the keys of an example
 
 
+def _command(kind: type) -> str:
+    return {**COMMANDS, GenerationConfig: "verl generate", EvaluationConfig: "verl eval"}[kind]
+
+
 def _head(kind: type) -> list[str]:
     module, does, keys = _ABOUT[kind]
-    command = f"python -m verl.trainer.{module}"
+    command = _command(kind)
+    example = textwrap.wrap(f"{command} {keys}", _WIDTH - 4, break_on_hyphens=False, break_long_words=False)
     return [
         f"{command} [options] key=value ...",
         "",
         does,
+        f"The same program: python -m verl.trainer.{module}",
         "",
         "Example:",
-        f"  {command} {keys}",
+        "  " + " \\\n    ".join(example),
         "",
         "Options:",
         "  --config-path DIR --config-name FILE  take keys from your own YAML file; key=value on the command line wins",
         "  recipe=NAME                           start from a published method's keys; `verl recipes` lists them",
         "  --cfg job                             print the resolved config and exit",
         "  --check                               check everything, print the plan (batches, memory) and exit",
-        "  --help [SECTION ...]                  this text, or only the named sections",
+        "  --help [SECTION ... | all]            this text, the keys of the named sections, or all keys",
         "",
     ]
 

@@ -54,7 +54,9 @@ def run(args: argparse.Namespace) -> int:
     from verl.demo import show
     from verl.demo.data import write_files
     from verl.demo.model import build_model_folder
+    from verl.observe.console import show_lines
     from verl.trainer import main_ppo, sft_trainer
+    from verl.trainer.setup import places
 
     _prepare_libraries()
     show.line(
@@ -90,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
             "differently from the trained one: saving or loading is broken"
         )
     show.line(f"the saved model, loaded with transformers, gives the same {len(after)} answers")
-    show.paths(out, out / "grpo", rl.steps)
+    show_lines([*places(rl.folder), ("everything", str(out))])
     show.next_steps(out, out / "grpo")
     show.line(f"took {time.monotonic() - started:.0f} s")
     show.line(f"demo: held-out accuracy {show.accuracy(before):.2f} -> {show.accuracy(after):.2f}")

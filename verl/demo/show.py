@@ -3,10 +3,7 @@ model loaded with plain `transformers`; a live display where output is a termina
 
 from __future__ import annotations
 
-import os
 import shlex
-import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.data.tasks.word_problems import PLANS, Plan
 from verl.observe.console import StepConsole, shared_console, sparkline
+from verl.observe.console import typed as command_line
 from verl.observe.jsonl import read_jsonl
 from verl.observe.trackers import Tracker, register_tracker
 
@@ -76,18 +74,18 @@ def answer_with_transformers(folder: Path, prompts: Sequence[str], longest: int 
 def examples(
     before: Sequence[DemoAnswer], after: Sequence[DemoAnswer]
 ) -> list[tuple[DemoAnswer, DemoAnswer]]:
-    """One problem of each kind, preferably one that was wrong before and is right now."""
+    """One problem of each kind, preferably one that was wrong before and is right now; such ones first."""
     chosen = []
     for plan in PLANS:
         pairs = [pair for pair in zip(before, after, strict=True) if pair[0].plan == plan]
         learned = [pair for pair in pairs if pair[1].right and not pair[0].right]
         chosen.append((learned or pairs)[0])
-    return chosen
+    return sorted(chosen, key=lambda pair: pair[0].right or not pair[1].right)
 
 
 class DemoTracker(Tracker):
-    """Every step with a curve in the live display; in piped output lines for the first, the last and about twelve steps
-    between, and the curve of rewards at the end."""
+    """Lines for the first, the last and about twelve steps between; on a terminal every step with a curve in the live
+    display below them, in piped output the curve of rewards at the end."""
 
     def __init__(self, total_steps: int, title: str) -> None:
         console = shared_console()
@@ -100,8 +98,9 @@ class DemoTracker(Tracker):
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         self.rewards += [metrics["reward/mean"]] if "reward/mean" in metrics else []
-        if self.watched or step in (0, 1, self.total) or step % self.every == 0:
-            self.console.log(step, metrics)
+        stays = step in (0, 1, self.total) or step % self.every == 0
+        if self.watched or stays:
+            self.console.log(step, metrics, stays=stays)
 
     def close(self) -> None:
         self.console.close()
@@ -167,20 +166,12 @@ def results(before: Sequence[DemoAnswer], after: Sequence[DemoAnswer]) -> None:
     console.print(table, width=None if console.is_terminal else 80)
 
 
-def paths(out: Path, rl: Path, steps: int) -> None:
-    line(f"report            {rl / 'report.html'} (for the browser)", typed=True)
-    line(f"run folder        {rl}", typed=True)
-    line(f"trained model     {rl / f'global_step_{steps}' / 'actor' / 'huggingface'}", typed=True)
-    line(f"everything else   {out}", typed=True)
-
-
 def next_steps(out: Path, rl: Path) -> None:
     """Three commands to go on with, as they can be typed in this folder."""
     headline("5  what to try next")
-    program = _program()
     for about, words in next_commands(out, rl):
         line(f"  # {about}")
-        line(f"  {shlex.join([*program, *words])}", typed=True)
+        line(f"  {command_line(*words)}", typed=True)
 
 
 def next_commands(out: Path, rl: Path) -> list[tuple[str, list[str]]]:
@@ -208,14 +199,3 @@ def next_commands(out: Path, rl: Path) -> list[tuple[str, list[str]]]:
             ["train", "--config-path", str(rl), "--config-name", "config.yaml", *overrides],
         ),
     ]
-
-
-def _program() -> list[str]:
-    """How `verl` of this environment is called: by its name where the shell finds it, else by its path."""
-    found = shutil.which("verl")
-    script = Path(sys.executable).parent / "verl"
-    if not script.is_file():
-        return [sys.executable, "-m", "verl.cli"]
-    if found is not None and script.samefile(found):
-        return ["verl"]
-    return [os.path.relpath(script) if Path.cwd() in script.parents else str(script)]

@@ -265,7 +265,9 @@ def batch_facts(batch: DataProto) -> BatchFacts:
 
 
 def _outlier_facts(score: torch.Tensor) -> dict[str, float | int]:
-    if len(score) < 8:
+    # Successes that are rare are no outliers: two values differ by no more than which is which, and clipping to [-1, 1]
+    # would not change the others.
+    if len(score) < 8 or float(score.abs().max()) <= 1.0 or len(score.unique()) <= 2:
         return {}
     low, middle, high = torch.quantile(score, torch.tensor([0.05, 0.5, 0.95], dtype=score.dtype)).tolist()
     # Where nearly all scores are equal the spread is 0; the usual size of a reward is then the measure.

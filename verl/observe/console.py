@@ -1,4 +1,4 @@
-"""The rich console every command shares, the display of training steps, and progress bars.
+"""The rich console every command shares, the display of training steps, progress bars and closing lines.
 
 Piped output has no control codes and one line per step. Text from models, data or exceptions is never read as markup,
 and its control characters are written out.
@@ -11,12 +11,15 @@ import errno
 import logging
 import math
 import os
+import shlex
+import shutil
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType
@@ -38,7 +41,10 @@ logger = logging.getLogger(__name__)
 _COLUMNS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("reward/mean",), "reward", "{:.3f}"),
     (("train/loss",), "loss", "{:.4f}"),
+    (("train/accuracy",), "accuracy", "{:.3f}"),
+    (("train/margin",), "margin", "{:+.3f}"),
     (("val/loss",), "val loss", "{:.4f}"),
+    (("val/accuracy",), "val accuracy", "{:.3f}"),
     (("response_length/mean",), "length", "{:.0f}"),
     (("actor/pg_loss",), "loss", "{:+.4f}"),
     (("actor/kl_loss", "actor/kl"), "kl", "{:.4f}"),
@@ -105,8 +111,33 @@ def log_console() -> Console:
     return console if console.is_terminal else SafeConsole(stderr=True, width=100_000, soft_wrap=True)
 
 
-def step_line(step: int, metrics: Mapping[str, Any], total_steps: int | None = None) -> str:
-    """`step 12/200  reward 0.431  length 85 ...`"""
+def show_lines(rows: list[tuple[str, str]]) -> None:
+    """Labels and texts, one line each, so that paths and commands can be copied."""
+    for label, text in rows:
+        shared_console().print(Text(f"{label:<14} {text}".rstrip()), soft_wrap=True)
+
+
+def shown_path(path: Path) -> str:
+    """Relative to the working directory where it is below it."""
+    path = path.absolute()
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def typed(*words: str) -> str:
+    """A command of `verl` of this environment: by its name where the shell finds it, else by its path."""
+    found, script = shutil.which("verl"), Path(sys.executable).parent / "verl"
+    program = [shown_path(script)]
+    if not script.is_file():
+        program = [sys.executable, "-m", "verl.cli"]
+    elif found is not None and script.samefile(found):
+        program = ["verl"]
+    return shlex.join([*program, *words])
+
+
+def step_line(
+    step: int, metrics: Mapping[str, Any], total_steps: int | None = None, width: int | None = None
+) -> str:
+    """`step 12/200  reward 0.431  length 85 ...`; what is wider than `width` stands below the first number."""
     head = f"step {step:>{len(str(total_steps))}}/{total_steps}" if total_steps else f"step {step}"
     parts = [head]
     for names, label, form in _COLUMNS:
@@ -120,7 +151,12 @@ def step_line(step: int, metrics: Mapping[str, Any], total_steps: int | None = N
     validation = validation_summary(metrics)
     if validation is not None:
         parts.append(f"validation {validation:.3f}")
-    return "  ".join(parts)
+    lines = parts[:1]
+    for part in parts[1:]:
+        if width is not None and len(lines[-1]) + 2 + len(part) > width:
+            lines.append(" " * len(head))
+        lines[-1] += f"  {part}"
+    return "\n".join(lines)
 
 
 def sparkline(values: list[float], width: int = 40, rows: int = 1, marks: str = _SPARKS) -> str:
@@ -192,8 +228,8 @@ def _sum(snapshots: list[Snapshot], name: str) -> float:
 
 
 class StepConsole:
-    """Shows steps as they finish. `live=True` asks for the live display, which needs a terminal and has a curve
-    of the reward or the loss, `rows` lines high."""
+    """Shows steps as they finish. `live=True` asks for the live display below them, which needs a terminal and has a
+    curve of the reward or the loss, `rows` lines high."""
 
     def __init__(
         self,
@@ -208,8 +244,10 @@ class StepConsole:
         self.total_steps = total_steps
         self.title = title
         self._curve: list[float] = []
+        self._curve_name = ""
         self._rows = rows
         self._last = ""
+        """The line of a step that is not among those above the display."""
         self._step = 0
         self._live: Live | None = None
         self._progress = StepProgress()
@@ -229,17 +267,20 @@ class StepConsole:
                 self._shown_at = time.monotonic()
                 self.console.print(Text(f"step {self._step + 1}  {line}"))
 
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def log(self, step: int, metrics: Mapping[str, Any], *, stays: bool = True) -> None:
+        """Show a step; `stays=False`: only in the live display, until the next one."""
         self._step = step
-        line = step_line(step, metrics, self.total_steps)
-        curve = metrics.get("reward/mean", metrics.get("train/loss"))
-        if curve is not None:
-            self._curve.append(float(curve))
-        if self._live is None:
+        line = step_line(step, metrics, self.total_steps, self.console.width)
+        for name, label in (("reward/mean", "reward"), ("train/loss", "loss")):
+            if metrics.get(name) is not None:
+                self._curve.append(float(metrics[name]))
+                self._curve_name = label
+                break
+        self._last = "" if stays else line
+        if stays:
             self._shown_at = time.monotonic()
             self.console.print(Text(line))
-        else:
-            self._last = line
+        elif self._live is not None:
             self._live.refresh()
 
     def log_samples(self, step: int, rows: list[Any]) -> None:
@@ -263,11 +304,15 @@ class StepConsole:
         from rich.panel import Panel
         from rich.progress_bar import ProgressBar
 
-        rows: list[Any] = [Text(self._last or "starting ...", overflow="fold")]
+        last = self._last or ("" if self._step else "starting ...")
+        rows: list[Any] = [Text(last, overflow="fold")] if last else []
         if now := self._progress.line():
             rows.append(Text(now, style="dim", overflow="fold"))
         if len(self._curve) > 1:
-            rows.append(Text(sparkline(self._curve, 60, self._rows), style="cyan"))
+            label = f"{self._curve_name} {self._curve[0]:.3g} -> {self._curve[-1]:.3g}"
+            between = "  " if self._rows == 1 else "\n"
+            curve = sparkline(self._curve, 40 if self._rows == 1 else 60, self._rows)
+            rows.append(Text.assemble(label, between, (curve, "cyan")))
         if self.total_steps:
             rows.append(ProgressBar(total=self.total_steps, completed=self._step))
         return Panel(Group(*rows), title=Text(self.title), title_align="left")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -121,12 +122,39 @@ def config_class(keys: Iterable[str]) -> type[PPOConfig] | type[OfflineConfig]:
 
 
 def default_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The defaults of the command whose config this is most likely; none for that of another program."""
+    """What the command whose config this is most likely sets by itself: its defaults, and what follows from the other
+    values; none for the config of another program."""
     from verl.config.keys import schema_keys
 
-    names = flat_config(config).keys()
-    defaults = {name: jsonable(key.default) for name, key in schema_keys(config_class(names)).items()}
-    return defaults if len(defaults.keys() & names) > len(names) / 2 else {}
+    values = flat_config(config)
+    kind = config_class(values)
+    defaults = {name: jsonable(key.default) for name, key in schema_keys(kind).items()}
+    if len(defaults.keys() & values) <= len(values) / 2:
+        return {}
+    differing = {
+        name: values[name] for name in defaults if values.get(name, defaults[name]) != defaults[name]
+    }
+    with contextlib.suppress(Exception):  # values of a damaged file, or of a plug-in that is not loaded here
+        return defaults | _derived(kind, differing)
+    return defaults
+
+
+def _derived(kind: type[PPOConfig] | type[OfflineConfig], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `values` that a config with the others alone has, too."""
+    from verl.config.build import finalize
+    from verl.config.keys import get, put
+
+    chosen = dict(values)
+    for name, value in values.items():
+        del chosen[name]
+        config = kind()
+        for other, given in chosen.items():
+            put(config, other, given)
+        config.user_set = frozenset(chosen)
+        finalize(config)
+        if jsonable(get(config, name)) != value:
+            chosen[name] = value
+    return {name: value for name, value in values.items() if name not in chosen}
 
 
 def config_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:

@@ -46,6 +46,8 @@ SETTLE_POLLS = 5
 """A run that restarts itself releases its folder for a moment: this many polls without a process mean its end."""
 _STATE_STYLES = {"running": "green", "finished": "green", "stopped": "yellow", "waiting": "yellow"}
 _SAMPLE_TEXTS = {"prompt": "dim", "response": "", "ground_truth": "green", "error": "red"}
+_MARKS = re.compile(r"<\|[^|<>\s]{1,40}\|>|</?(?:s|bos|eos|pad|start_of_turn|end_of_turn)>|\[/?INST\]")
+_BLANK = re.compile(r"[ \t]*\n\s*")
 _UID = re.compile(r"(?:\d+-)?(\d+)(?:\.\d+)?(?:#\d+)?")
 """`epoch-row`, with `.k` where an epoch draws a row again and `#k` where a response got no score."""
 
@@ -169,7 +171,7 @@ def metrics_table(seen: Run, patterns: list[str] | None = None) -> RenderableTyp
     from verl.observe.console import sparkline
 
     names = seen.log.names()
-    chosen = patterns or ("val-core/*", *FIRST_SHOWN, "timing_s/*")
+    chosen = patterns or ("val-core/*", *FIRST_SHOWN, "agents/*", "tools/*/all", "timing_s/*")
     matches = (name for pattern in chosen for name in names if fnmatch.fnmatchcase(name, pattern))
     shown = [name for name in dict.fromkeys(matches) if seen.log.points(name)]
     if not shown:
@@ -263,8 +265,12 @@ def _score(row: dict[str, Any]) -> Any:
 def _title(step: int, row: dict[str, Any]) -> str:
     score = "no score" if _score(row) is None else f"score {_score(row):g}"
     known = {*_SAMPLE_TEXTS, "uid", "score", "data_source", "turns"}
-    others = [f"{name} {str(value)[:60]}" for name, value in row.items() if name not in known]
+    others = [f"{name} {_short(value)}" for name, value in row.items() if name not in known]
     return "  ".join([f"step {step}", f"uid {row.get('uid', '?')}", score, *others])
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)[:60]
 
 
 def _texts(row: dict[str, Any]) -> list[tuple[str, Any]]:
@@ -281,14 +287,17 @@ def _texts(row: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 def sample_text(title: str, row: dict[str, Any], characters: int) -> RenderableType:
-    """A title, then the texts, indented."""
+    """A title, then the texts, indented. Where they are shortened, the marks of chat templates are left out."""
     from rich.console import Group
 
     blocks = [styled(title, "bold")]
     for name, value in _texts(row):
         if value not in (None, ""):
             label = "truth" if name == "ground_truth" else name
-            text = shortened(str(value), characters).rstrip().replace("\n", "\n" + " " * 14)
+            text = str(value)
+            if name == "prompt" and characters < sys.maxsize:
+                text = _BLANK.sub("\n", _MARKS.sub("\n", text)).strip()
+            text = shortened(text, characters).rstrip().replace("\n", "\n" + " " * 14)
             blocks.append(styled(f"  {label:<12}{text}", _SAMPLE_TEXTS.get(name, "")))
     return Group(*blocks, styled(""))
 

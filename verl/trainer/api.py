@@ -227,8 +227,7 @@ class PPOTrainer(BaseTrainer):
         return from_dict(schema.PPOConfig, {**values, **simple.overrides}, quiet=quiet)
 
     def _kl(self, coef: float) -> dict[str, Any]:
-        weight = {"algorithm.kl_ctrl.kl_coef": coef} if coef > 0 else {}
-        return {"algorithm.use_kl_in_reward": coef > 0, **weight}
+        return {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": coef} if coef > 0 else {}
 
     def train(
         self, train_dataloader: Any = None, *, resume_from_checkpoint: bool | str | None = None
@@ -302,8 +301,8 @@ class GRPOTrainer(PPOTrainer):
     arguments: ClassVar[type[trl_arguments.TrainingArguments]] = trl_arguments.GRPOConfig
 
     def _kl(self, coef: float) -> dict[str, Any]:
-        weight = {"actor_rollout_ref.actor.kl_loss_coef": coef} if coef > 0 else {}
-        return {"actor_rollout_ref.actor.use_kl_loss": coef > 0, **weight}
+        actor = "actor_rollout_ref.actor"
+        return {f"{actor}.use_kl_loss": True, f"{actor}.kl_loss_coef": coef} if coef > 0 else {}
 
 
 class RLOOTrainer(PPOTrainer):

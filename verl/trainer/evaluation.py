@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -21,8 +22,9 @@ from verl.data.columns import extra_info_of, require_column, responses_of, truth
 from verl.data.files import Rows, read_rows
 from verl.data.messages import plain_text, read_messages
 from verl.errors import DataError, RewardError
-from verl.observe.console import counting, shared_console
+from verl.observe.console import counting, shared_console, show_lines, shown_path
 from verl.observe.jsonl import dumps, jsonable
+from verl.observe.run_reader import duration
 from verl.reward.base import RewardManager, RewardResult, RewardSample, causes
 from verl.reward.managers import build_reward_manager
 from verl.trainer.row_output import ExtendedRows, require_output
@@ -85,7 +87,7 @@ class SourceReport:
 
 def evaluate_file(cfg: EvaluationConfig) -> None:
     """Score the file, write the metrics, and show them as a table."""
-    data = cfg.data
+    started, data = time.monotonic(), cfg.data
     rows = read_rows(data.path, key="data.path", split="test")
     require_column(rows, data.response_key, "data.response_key", "response", "data.path")
     count = len(rows) if data.max_samples < 0 else min(data.max_samples, len(rows))
@@ -114,7 +116,12 @@ def evaluate_file(cfg: EvaluationConfig) -> None:
     if failures:
         text = "%d responses got no score, in %d rows. %s"
         logger.warning(text, len(failures), sum(map(bool, by_row)), causes(failures))
-    logger.info("numbers: %s", target)
+    ended = [("finished", f"in {duration(time.monotonic() - started)}"), ("numbers", shown_path(target))]
+    if output is not None:
+        ended.append(("scored rows", shown_path(output.path)))
+    else:
+        ended.append(("next", "data.output_path=FILE.jsonl writes every response with its score"))
+    show_lines(ended)
 
 
 def _open_output(data: EvaluationDataConfig, rows: Rows, count: int) -> ExtendedRows | None:

@@ -10,6 +10,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -198,8 +199,12 @@ def submit_rewards(
     """Submit responses to rows of `prompts`, as samples from number `first` on. Returns the reasons of those that can
     have no score, by number. `texts` gets the texts of rows that are responses."""
     failures: dict[int, RewardResult] = {}
-    ids = [result.token_ids if isinstance(result, Response) else result.drawn_ids for _, result in finished]
-    for (row, result), text in zip(finished, decode_all(tokenizer, ids), strict=True):
+    drawn = [
+        [result.token_ids] if isinstance(result, Response) else result.drawn_ids for _, result in finished
+    ]
+    decoded = iter(decode_all(tokenizer, [ids for turns in drawn for ids in turns]))
+    for (row, result), parts in zip(finished, drawn, strict=True):
+        text = "\n".join(islice(decoded, len(parts)))
         conversation = None if isinstance(result, Response) else result
         if conversation is not None and conversation.error is not None:
             failures[first + row] = RewardResult(None, error=conversation.error)

@@ -33,8 +33,9 @@ from verl.data.files import read_rows
 from verl.data.rl_dataset import RLDataset
 from verl.data.tokenizer import load_tokenizer
 from verl.errors import ConfigError, DataError, missing_package
-from verl.observe.console import counting
+from verl.observe.console import counting, show_lines, shown_path, typed
 from verl.observe.jsonl import parse_row
+from verl.observe.run_reader import duration
 from verl.rollout.base import Response
 from verl.rollout.sampler import Sampler
 from verl.runtime import quiet_transformers, seed_everything
@@ -74,6 +75,7 @@ _CONTENT_KEYS = (
 
 def generate_file(cfg: GenerationConfig) -> None:
     """Generate, resuming an interrupted generation."""
+    started = time.monotonic()
     quiet_transformers()
     seed_everything(cfg.trainer.seed)
     choice = choose_model(cfg.model)
@@ -81,12 +83,21 @@ def generate_file(cfg: GenerationConfig) -> None:
     tokenizer = load_tokenizer(choice.tokenizer, cfg.model.trust_remote_code, cfg.data.chat_template)
     agents = open_agents(cfg.rollout.multi_turn, cfg.data, tokenizer, choice.path)
     with nullcontext() if agents is None else closing(agents):
-        _generate_file(cfg, choice, tokenizer, agents)
+        summary = _generate_file(cfg, choice, tokenizer, agents)
+    output, key = shown_path(Path(cfg.data.output_path)), cfg.data.response_key
+    rows = [
+        ("finished", f"in {duration(time.monotonic() - started)}: {summary}"),
+        ("model", choice.path if choice.adapter is None else f"{choice.path} with {choice.adapter}"),
+        ("responses", f"{output} (column {key})"),
+    ]
+    keys = [f"data.path={output}", f"data.response_key={key}", "custom_reward_function.path=FILE.py"]
+    show_lines([*rows, ("next", typed("eval", *keys))])
 
 
 def _generate_file(
     cfg: GenerationConfig, choice: ModelChoice, tokenizer: Any, agents: ConversationRunner | None
-) -> None:
+) -> str:
+    """Write the output; returns what was generated."""
     # The data section of training that reads the same prompts.
     shared = {field.name for field in fields(DataConfig)} & {field.name for field in fields(cfg.data)}
     own = {name: getattr(cfg.data, name) for name in shared - {"response_key"}}
@@ -110,7 +121,7 @@ def _generate_file(
         if_taken="set data.response_key to another name",
         overwrite=cfg.data.overwrite,
     )
-    total, summary = len(dataset), f"{output}: {len(dataset)} prompts with {cfg.rollout.n} responses each"
+    total, summary = len(dataset), f"{len(dataset)} prompts with {cfg.rollout.n} responses each"
     with Journal(output, decisive_settings(cfg, choice, dataset), overwrite=cfg.data.overwrite) as journal:
         left = [position for position in range(total) if dataset.row_number(position) not in journal]
         if len(left) < total:
@@ -128,7 +139,7 @@ def _generate_file(
         rows = map(dataset.row_number, range(total))
         extended.write({f"{key}{n}": value for n, value in journal.read(row).items()} for row in rows)
         journal.remove()
-    logger.info("%s", summary)
+    return summary
 
 
 def _generate(
@@ -179,8 +190,8 @@ def _columns(cfg: GenerationConfig, tokenizer: Any) -> Columns:
     """The new columns by what follows `data.response_key` in their names."""
 
     def text(response: Any) -> str:
-        drawn = response.drawn_ids if isinstance(response, Conversation) else response.token_ids
-        return str(tokenizer.decode(drawn, skip_special_tokens=True))
+        drawn = response.drawn_ids if isinstance(response, Conversation) else [response.token_ids]
+        return "\n".join(str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in drawn)
 
     columns: Columns = {
         "": ("list<string>", text),

@@ -95,15 +95,16 @@ def run(
     from verl.trainer.preflight import preflight
 
     plan = preflight(cfg, given_model=model is not None, given_data=train_loader is not None)
+    from verl.trainer.setup import with_closing_lines
     from verl.workers.placement import with_restarts
 
     given = {"tokenizer": tokenizer, "reward_function": reward_function, "train_loader": train_loader}
     with exits_as_errors(), stop_on_signal() as stop:
-        return with_restarts(
-            cfg,
-            lambda: run_once(cfg, given, model=model, live=live, stop=stop, plan=plan, events=events),
-            stop,
-        )
+
+        def attempt() -> RunResult:
+            return run_once(cfg, given, model=model, live=live, stop=stop, plan=plan, events=events)
+
+        return with_closing_lines(cfg, lambda: with_restarts(cfg, attempt, stop))
 
 
 def run_once(

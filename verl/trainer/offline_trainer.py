@@ -57,6 +57,7 @@ def command(kind: type[OfflineConfig], argv: list[str] | None = None) -> int:
 
 def _torchrun_main(kind: type[OfflineConfig], arguments: list[str], job: Job) -> int:
     from verl.trainer.preflight import preflight
+    from verl.trainer.setup import with_closing_lines
     from verl.workers.torchrun import Reported, joined
 
     def body() -> int:
@@ -80,7 +81,11 @@ def _torchrun_main(kind: type[OfflineConfig], arguments: list[str], job: Job) ->
                 stop_on_signal() as stop,
             ):
                 preflight(cfg)
-                result = run_once(cfg, stop, live=False, monitor=monitor)
+
+                def train() -> RunResult | None:
+                    return run_once(cfg, stop, live=False, monitor=monitor)
+
+                result = with_closing_lines(cfg, train) if job.rank == 0 else train()
         except Reported:
             return 1
         if result is not None and result.stopped:
@@ -141,12 +146,15 @@ def run(
     """Train as `cfg` says, in this process or on Ray. `model`, which is trained in place in this process, and
     `tokenizer` replace those that the config names; `events` is told what happens."""
     from verl.trainer.preflight import preflight
+    from verl.trainer.setup import with_closing_lines
     from verl.workers.placement import with_restarts
 
     preflight(cfg, given_model=model is not None)
     given = {"model": model, "tokenizer": tokenizer, "events": events}
     with exits_as_errors(), stop_on_signal() as stop:
-        result = with_restarts(cfg, lambda: run_once(cfg, stop, live=live, **given), stop)
+        result = with_closing_lines(
+            cfg, lambda: with_restarts(cfg, lambda: run_once(cfg, stop, live=live, **given), stop)
+        )
     assert result is not None
     return result
 

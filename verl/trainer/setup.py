@@ -1,13 +1,19 @@
-"""Steps shared by training commands: batch size that fits the data, run folder, config record, resume notices."""
+"""Steps shared by training commands: batch size that fits the data, run folder, config record, resume notices, and
+the closing lines of a run."""
 
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from verl.checkpoint.resume import refuse_other_command
-from verl.checkpoint.steps import list_steps
+from verl.checkpoint.steps import StepFolder, list_steps
+from verl.checkpoint.weights import ADAPTER_FOLDER, HF_FOLDER
 from verl.config.build import fit_batch
 from verl.config.checks import check
 from verl.config.load import recorded
@@ -15,9 +21,10 @@ from verl.config.recipes import COMMANDS
 from verl.config.sources import leaves
 from verl.data.tokenizer import generation_stop_ids
 from verl.errors import CheckpointError, ConfigError
+from verl.observe.console import show_lines, shown_path, typed
 from verl.observe.jsonl import jsonable
 from verl.observe.live import live as live_table
-from verl.observe.run_folder import RunFolder, default_run_path
+from verl.observe.run_folder import RunFolder, default_run_path, read_lineage
 from verl.observe.trackers import FanOut, build_trackers
 
 if TYPE_CHECKING:
@@ -25,7 +32,10 @@ if TYPE_CHECKING:
     from verl.config.schema import BaseTrainerConfig, OfflineConfig, PPOConfig
     from verl.config.sections.data import PromptsConfig
     from verl.config.sections.rollout import MultiTurnConfig
+    from verl.observe.run_reader import MetricsLog
+    from verl.trainer.main_ppo import RunResult
 
+Result = TypeVar("Result", "RunResult", "RunResult | None")
 logger = logging.getLogger(__name__)
 
 _MODEL_KEYS = ("actor_rollout_ref.model.path", "model.path")
@@ -124,7 +134,7 @@ def fit_to(cfg: PPOConfig | OfflineConfig) -> Callable[[int], None]:
 def record_config(cfg: PPOConfig | OfflineConfig, folder: RunFolder) -> None:
     """Write config.yaml; warn when a run resumes with other settings than it was started with. CheckpointError, before
     anything is written, where the folder is another command's."""
-    newest = next((each for each in list_steps(folder.path) if each.manifest is not None), None)
+    newest = _newest_checkpoint(folder.path)
     if cfg.trainer.resume_mode == "auto" and newest is not None and newest.manifest is not None:
         refuse_other_command(newest.path, newest.manifest, COMMANDS[type(cfg)])
     steps = _saved_steps(folder)
@@ -158,6 +168,10 @@ def record_config(cfg: PPOConfig | OfflineConfig, folder: RunFolder) -> None:
             weights,
         )
     folder.write_config(now)
+
+
+def _newest_checkpoint(folder: Path) -> StepFolder | None:
+    return next((each for each in list_steps(folder) if each.manifest is not None), None)
 
 
 def _saved_steps(folder: RunFolder) -> list[int]:
@@ -211,3 +225,122 @@ def try_write_report(folder: RunFolder) -> None:
         logger.warning(
             "the report in %s could not be written: %s: %s", folder.path, type(error).__name__, error
         )
+
+
+# -- closing lines ----------------------------------------------------------------------------------------------------
+
+
+def with_closing_lines(cfg: PPOConfig | OfflineConfig, body: Callable[[], Result]) -> Result:
+    """The result of a run, however often it restarts. When it is over, well or not, its console says where everything
+    is; not where it ended before its folder was written to, as its error says all then."""
+    started, folder = time.monotonic(), Path(cfg.trainer.default_local_dir).expanduser()
+    before, end = _written(folder), "crashed"
+    try:
+        result = body()
+        end = "stopped" if result is not None and result.stopped else "finished"
+        return result
+    except KeyboardInterrupt:
+        end = "interrupted"
+        raise
+    finally:
+        if "console" in cfg.trainer.logger and _written(folder) != before:
+            try:
+                show_lines(closing_lines(folder, end, time.monotonic() - started, COMMANDS[type(cfg)]))
+            except Exception as error:  # the end of the run matters more than its description
+                logger.warning("%s cannot be described: %s: %s", folder, type(error).__name__, error)
+
+
+def _written(folder: Path) -> tuple[int, int] | None:
+    """Changes when a run records its config in the folder."""
+    with suppress(OSError):
+        found = (folder / "config.yaml").stat()
+        return found.st_ino, found.st_mtime_ns
+    return None
+
+
+def closing_lines(folder: Path, end: str, seconds: float, command: str) -> list[tuple[str, str]]:
+    """(label, text): how the run of `command` ended, what it reached, where its files are and what to do next. `end`:
+    finished, stopped, interrupted or crashed."""
+    from verl.observe.run_reader import duration, open_run
+
+    run = open_run(folder)
+    steps = "before its first step"
+    if run.get("trainer.val_only"):
+        steps = "validation"
+    elif run.step:
+        of = f" of {run.total_steps}" if run.total_steps and end != "finished" else ""
+        steps = f"after step {run.step}{of}"
+    rows = [("", ""), (end, f"{steps}, in {duration(seconds)}")]
+    rows += _reached(run.log)
+    rows += places(folder)
+    if end == "crashed":
+        rows.append(("cause", f"{shown_path(folder / 'crash.txt')} (and below)"))
+    saved = _newest_checkpoint(folder)
+    if end in ("crashed", "interrupted"):
+        again = "the same command"
+        if read_lineage(folder) is not None:  # `verl fork` would make another
+            again = typed(*command.split()[1:], "--config-path", shown_path(folder / "config.yaml"))
+        begins = "begins again, as there is no checkpoint"
+        rows.append(("next", f"{again} {begins if saved is None else f'resumes after step {saved.step}'}"))
+    elif end == "finished" and (model := model_folder(folder)) is not None:
+        rows.append(("next", _use_of(command, shown_path(model), run.get("data.val_files"))))
+    return rows
+
+
+def places(folder: Path) -> list[tuple[str, str]]:
+    """(label, text): where a run put things, and the command that shows it."""
+    rows = [("run folder", shown_path(folder))]
+    model, saved = model_folder(folder), _newest_checkpoint(folder)
+    if model is not None:
+        rows.append(("trained model", shown_path(model)))
+    elif saved is not None:
+        part = shown_path(saved.path / "actor")
+        merge = typed("merge", "--local_dir", part, "--target_dir", "OUT")
+        rows.append(("trained model", f"sharded in {part}; to Hugging Face: {merge}"))
+    if (folder / "report.html").is_file():
+        rows.append(("report", f"{shown_path(folder / 'report.html')} (for the browser)"))
+    return [*rows, ("look at it", typed("view", shown_path(folder), "--serve"))]
+
+
+def model_folder(folder: Path) -> Path | None:
+    """The Hugging Face folder of a run's newest checkpoint, or its adapter; None where weights are only sharded."""
+    saved = _newest_checkpoint(folder)
+    if saved is None or saved.manifest is None:
+        return None
+    part = saved.path / "actor"
+    if "hf_model" in saved.manifest.parts.get("actor", ()):
+        return part / HF_FOLDER
+    return part / ADAPTER_FOLDER if (part / ADAPTER_FOLDER).is_dir() else None
+
+
+def _use_of(command: str, model: str, val_files: Any) -> str:
+    """A command that uses what `command` trained."""
+    if command == "verl reward train":
+        keys = ["reward.reward_model.enable=True", f"reward.reward_model.model_path={model}"]
+        return f"{typed('train', *keys)} ..."
+    prompts = (
+        val_files[0] if command == "verl train" and isinstance(val_files, list) and val_files else "FILE"
+    )
+    keys = [f"model.path={model}", f"data.path={prompts}", "data.output_path=responses.parquet"]
+    return typed("generate", *keys)
+
+
+def _reached(log: MetricsLog) -> list[tuple[str, str]]:
+    """Rewards or losses, and validations: the first and the last of each."""
+    from verl.observe.diagnoses import validation_summary
+
+    # A long log keeps its first row only there.
+    rows = log.rows if log.rows[:1] == [log.first] else [log.first, *log.rows]
+    columns = {
+        "reward": [row.get("reward/mean") for row in rows],
+        "loss": [row.get("train/loss") for row in rows],
+        "validation": [validation_summary(row) for row in rows],
+        "val loss": [row.get("val/loss") for row in rows],
+        "val accuracy": [row.get("val/accuracy") for row in rows],
+    }
+    reached = []
+    for label, values in columns.items():
+        known = [value for value in values if value is not None and math.isfinite(value)]
+        if known:
+            reached.append((label, " -> ".join(f"{value:.3f}" for value in known[:1] + known[1:][-1:])))
+    return reached

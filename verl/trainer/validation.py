@@ -54,6 +54,9 @@ def sample_rows(batch: DataProto, tokenizer: Any) -> list[dict[str, Any]]:
     extras = batch.non_tensor_batch
     advantages = _advantages(batch)
     texts: Iterable[str] | None = extras.get("response_text")
+    talks = extras.get("conversation")
+    if talks is not None and "session" not in extras:
+        texts = ["\n".join(decode_all(tokenizer, talk.drawn_ids)) for talk in talks]
     if texts is None:
         written = zip(batch.batch["responses"].tolist(), lengths, strict=True)
         texts = decode_all(tokenizer, [ids[: int(end)] for ids, end in written])
@@ -72,7 +75,7 @@ def sample_rows(batch: DataProto, tokenizer: Any) -> list[dict[str, Any]]:
                 "finish_reason": extras["finish_reason"][row],
                 "error": extras["reward_error"][row],
                 **{f"reward_{k}": _plain(v) for k, v in extras["reward_extra"][row].items()},
-                **({"turns": extras["conversation"][row].transcript()} if "conversation" in extras else {}),
+                **({} if talks is None else {"turns": talks[row].transcript()}),
             }
         )
     return rows if "session" not in extras else _joined(rows, extras["session"])

@@ -46,8 +46,13 @@ def rewards_all_equal(h: History) -> Seen | None:
     low, high = h.latest("reward/min"), h.latest("reward/max")
     if low is None or high is None or low != high or (h.batch is not None and h.batch.sequences < 2):
         return None
+    if low >= max(h.series("reward/max")) and low > min(h.series("reward/min")):
+        return None  # it learned to get the best reward it knows
     seen = f"all rewards of this batch are {low:g}"
-    return seen, "if it lasts, `verl reward test`, other prompts (data.train_files), or `verl sft` first"
+    other = "harder prompts (data.train_files)"
+    if low <= 0:
+        other = "easier prompts (data.train_files) or `verl sft` first"
+    return seen, f"`verl reward test`, which shows what the reward function returns; if it is right, {other}"
 
 
 @diagnosis("step", "they add nothing to the update")
@@ -71,14 +76,16 @@ def reward_never_called(h: History) -> Seen | None:
     return seen, fix
 
 
-@diagnosis("step", "the reward function failed or timed out; they are left out of the loss")
+@diagnosis("step", "what scores them failed or timed out; they are left out of the loss")
 def rewards_failed(h: History) -> Seen | None:
     failed = h.latest("reward/failed")
     if not failed:
         return None
-    timeout = h.config.reward.timeout_s
+    timeout, faulty = h.config.reward.timeout_s, "the reward function"
+    if h.rollout.multi_turn.enable:
+        faulty += ", environment or simulated user"
     seen = f"{failed:g} responses got no score"
-    fix = f"to fix the function (rollouts/ has the errors), or reward.timeout_s={2 * timeout:g} (now {timeout:g})"
+    fix = f"to fix {faulty} (rollouts/ has the errors), or reward.timeout_s={2 * timeout:g} (now {timeout:g})"
     return seen, fix
 
 
