@@ -29,6 +29,7 @@ PROGRAMS: dict[str, tuple[str, str] | dict[str, tuple[str, str]]] = {
     "demo": ("verl.demo.cli", "watch a tiny model learn, in minutes, with no download"),
     "prepare": ("verl.data.prepare.cli", "turn a known dataset into training files"),
     "data": {"inspect": ("verl.data.inspect", "what the trainer would make of a data file")},
+    "env": {"test": ("verl.trainer.env_test", "try an environment, tools or users before training")},
     "reward": {
         "test": ("verl.reward.cli", "try a reward function on a few rows before training"),
         "train": (
