@@ -136,6 +136,17 @@ def test_tools_of_a_file_and_of_a_server_without_data(write, tried, capsys, monk
     assert "1 conversations, 0 failed" in text and "tool calls  2, 1 unknown" in text
 
 
+@pytest.mark.slow(seconds=6)
+def test_tools_of_an_mcp_server(tried):
+    pytest.importorskip("mcp")
+    server = f"{sys.executable} {Path(__file__).with_name('mcp_server.py')}"
+    arguments = ["--by-hand", "-n", "1", "--prompt", "Add.", f"{KEY}.mcp=['{server}']"]
+    code, report, shown = tried(*arguments, typed="/add a=2 b=3\nDone.\n")
+    (talk,) = report["conversations"]
+    assert code == 0 and "/add a=... b=..." in shown
+    assert talk["turns"][0]["tool_calls"][0]["result"] == "5"
+
+
 # ---- an endpoint
 
 

@@ -158,7 +158,8 @@ def time_of(plan: RunPlan, *lengths: int) -> StepTime:
 
 @pytest.mark.parametrize(
     ("prompts", "n", "mini", "tokens", "measured"),
-    [  # benchmarks/results/h200-2026-11-18.md (two) and h200-2026-11-16.md, SmolLM2-135M
+    [  # benchmarks/results/h200-2026-11-18.md (two) and h200-2026-11-16.md, SmolLM2-135M. The lengths of prompts are
+        # not on record; they hardly matter.
         (128, 16, 64, (205, 110), 6.35),
         (128, 16, 64, (124, 110), 1.75),
         (32, 8, 32, (167, 60), 0.66),
