@@ -125,7 +125,7 @@ def test_tools_of_a_file_and_of_a_server_without_data(write, tried, capsys, monk
             assert code == 0 and talk["prompt"][-1]["content"] == "Reverse abc."
             assert talk["turns"][0]["tool_calls"][0]["result"] == "heard cba"
             assert talk["turns"][2]["tool_calls"][0]["failure"] == "unknown"
-            assert talk["score"] is None
+            assert talk["score"] is None and talk["reward"] is None
         # The same without --json: turns, calls and a summary for people.
         monkeypatch.setattr(sys, "stdin", io.StringIO("/ask text=abc\n/tell x=1\nDone.\n"))
         assert env_test.main(["--by-hand", "-n", "1", "--prompt", "Reverse abc.", key]) == 0
@@ -133,7 +133,7 @@ def test_tools_of_a_file_and_of_a_server_without_data(write, tried, capsys, monk
         server.stop()
     text = capsys.readouterr().out
     assert "conversation 1" in text and "call     ask(text='abc'): ok" in text
-    assert "1 conversations, 0 failed" in text and "tool calls  2, 1 unknown" in text
+    assert "1 conversation, 0 failed" in text and "tool calls  2, 1 unknown" in text
 
 
 @pytest.mark.slow(seconds=6)

@@ -16,6 +16,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from verl.config.parallelism import counted
 from verl.errors import CommandAnswered, ConfigError
 from verl.runtime import run_command
 
@@ -36,7 +37,8 @@ _LONGEST = 400
 _NO_LIMIT = 1 << 24
 _CHATML = (
     "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% for message in messages %}<|im_start|>{{ 'tool result' if message.role == 'tool' else message.role }}\n"
+    "{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _ABOUT = """Tries the environment, tools and users of a run: conversations with turns, rewards, errors and times.
@@ -139,11 +141,11 @@ class Try:
 
     @property
     def reward(self) -> float | None:
-        """What training would sum up; None where it would mask the conversation."""
-        if self.result.score is None:
-            return None
-        turns = [turn.reward for turn in self.conversation.turns if turn.reward is not None]
-        return self.result.score + (self.conversation.environment_reward or 0.0) + sum(turns)
+        """What training would sum up; None where it would mask the conversation, and where nothing gives rewards."""
+        given = [turn.reward for turn in self.conversation.turns]
+        given += [self.conversation.environment_reward, self.result.score if self.scored else None]
+        rewards = [reward for reward in given if reward is not None]
+        return None if self.result.score is None or not rewards else sum(rewards)
 
     def plain(self) -> dict[str, Any]:
         talk = self.conversation
@@ -403,7 +405,7 @@ def summary_text(tries: Sequence[Try]) -> str:
         reward = f"{numbers['reward/mean']:.3f} mean, {numbers['reward/min']:g} to {numbers['reward/max']:g}"
     ends = ", ".join(f"{reason} {count}" for reason, count in numbers["finish_reasons"].items())
     lines = [
-        f"{numbers['conversations']} conversations, {numbers['failed']} failed",
+        f"{counted(len(tries), 'conversation')}, {numbers['failed']} failed",
         f"  turns       {numbers['agents/turns/mean']:.1f} mean, {numbers['agents/turns/max']:g} at most",
         f"  ended by    {ends}",
         f"  tool calls  {calls}, {wrong}" if calls else "  tool calls  0",
