@@ -192,6 +192,19 @@ def test_an_endpoint_that_fails_fails_the_conversation_only(game, tried, serve):
     assert (short["finish_reason"], short["error"]) == ("length", None)
 
 
+def test_a_limit_that_the_endpoint_knows_under_its_newer_name_is_sent_under_it(game, tried, serve):
+    def answers(method: str, path: str, body: Any) -> tuple[int, Any]:
+        if method == "GET":
+            return 200, {"data": [{"id": "m"}]}
+        if "max_tokens" in body:
+            return 400, {"error": {"message": "'max_tokens' is not supported. Use 'max_completion_tokens'."}}
+        return 200, {"choices": [{"message": {"content": "No."}, "finish_reason": "stop"}]}
+
+    server = serve(answers)
+    code, _, _ = tried("--endpoint", server.address, "-n", "1", *game(1), "data.max_response_length=77")
+    assert code == 0 and server.requests[-1][2]["max_completion_tokens"] == 77
+
+
 def test_what_answers_an_unreadable_call_is_said_by_the_user():
     from verl.agents.runner import ConversationRunner
     from verl.agents.stand_ins import EndpointSampler

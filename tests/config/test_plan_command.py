@@ -123,6 +123,8 @@ def test_arguments_that_cannot_be_planned_are_refused(
         plan(tmp_path / "no", 1, 80)
     with pytest.raises(ConfigError, match="no model: give --model"):
         run(["--gpus", "1", "--gpu-memory", "80"])
+    with pytest.raises(ConfigError, match=r"'no.yaml' is not an override; a file of keys must exist"):
+        run(["no.yaml", "--gpu-memory", "80"])
     monkeypatch.setattr("verl.trainer.plan_cli.local_device", lambda *_: Device("cpu", "CPU", None))
     with pytest.raises(ConfigError, match="--gpu-memory is needed"):
         run(["--model", str(model_folder()), "--gpus", "1"])

@@ -65,25 +65,35 @@ class EndpointSampler(WrittenSampler):
         """`longest`: tokens of a turn, as the endpoint counts them."""
         super().__init__(runner)
         self.endpoint, self.longest = endpoint, longest
+        self._limit = "max_tokens"
 
     async def draw(self, talk: Talk, prompt: list[int], most: int) -> Response:
         sampling, schemas = talk.settings.sampling, self.agents.schemas(talk.episode.row)
         request: dict[str, Any] = {
             "messages": self.spoken(talk.conversation.messages),
-            "max_tokens": min(most, self.longest),
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
         }
         if schemas:
             request["tools"] = [dict(schema) for schema in schemas]
         try:
-            choice = await self.endpoint.complete(request, ANSWER_S)
+            choice = await self._complete(request, min(most, self.longest))
             text = turn_text(choice["message"])
         except ToolFailed as failure:
             return self.fail(talk, f"the endpoint gave no turn: {failure.text}")
         except (KeyError, TypeError, ValueError) as error:
             return self.fail(talk, f"the endpoint's message cannot be read: {type(error).__name__}: {error}")
         return self.response(talk, text, most, cut=choice.get("finish_reason") == "length")
+
+    async def _complete(self, request: dict[str, Any], most: int) -> dict[str, Any]:
+        """The endpoint's choice. Some models take the limit only under its newer name, and say so."""
+        try:
+            return await self.endpoint.complete({**request, self._limit: most}, ANSWER_S)
+        except ToolFailed as failure:
+            if "max_completion_tokens" not in failure.text:
+                raise
+            self._limit = "max_completion_tokens"
+        return await self.endpoint.complete({**request, self._limit: most}, ANSWER_S)
 
     def spoken(self, messages: Sequence[Message]) -> list[Message]:
         """The conversation as endpoints know it: calls apart from the text, each answer after its call."""
