@@ -30,6 +30,7 @@ PROGRAMS: dict[str, tuple[str, str] | dict[str, tuple[str, str]]] = {
     "demo": ("verl.demo.cli", "watch a tiny model learn, in minutes, with no download"),
     "prepare": ("verl.data.prepare.cli", "turn a known dataset into training files"),
     "data": {"inspect": ("verl.data.inspect", "what the trainer would make of a data file")},
+    "env": {"test": ("verl.trainer.env_test", "try an environment, tools or users before training")},
     "reward": {
         "test": ("verl.reward.cli", "try a reward function on a few rows before training"),
         "train": (
@@ -38,7 +39,7 @@ PROGRAMS: dict[str, tuple[str, str] | dict[str, tuple[str, str]]] = {
         ),
     },
     "recipes": ("verl.config.recipes", "published methods, for verl train recipe=NAME"),
-    "plan": ("verl.config.plan_cli", "whether a run fits on N GPUs that need not be here"),
+    "plan": ("verl.trainer.plan_cli", "whether a run fits on N GPUs that need not be here"),
     "ckpt": ("verl.checkpoint.cli", "list, verify and prune checkpoints"),
     "tool-server": (
         "verl.agents.serve",

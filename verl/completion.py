@@ -26,6 +26,7 @@ _CONFIGS = {
     "eval": "EvaluationConfig",
     "fork": "PPOConfig",
     "plan": "PPOConfig",
+    "env test": "PPOConfig",
     "doctor": "PPOConfig",
 }
 _OTHER_WORDS = dict.fromkeys(("completion", "--help", "--version"), ("", ""))

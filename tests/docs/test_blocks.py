@@ -72,10 +72,17 @@ def problem(words: list[str]) -> str:
         keys = [found[1] for word in rest if (found := KEY.match(word))]
         return ", ".join(f"no key {key}" for key in keys if not takes(KINDS[name], key))
     module = importlib.import_module(entry[0])
-    if not hasattr(module, "add_arguments"):
+    if hasattr(module, "build_parser"):
+        parser = module.build_parser()
+    elif hasattr(module, "add_arguments"):
+        parser = argparse.ArgumentParser()
+        module.add_arguments(parser)
+    else:
         return ""
-    parser = argparse.ArgumentParser()
-    module.add_arguments(parser)
+    if name in ("plan", "env test"):
+        keys = [found[1] for word in rest if (found := KEY.match(word))]
+        if wrong := [f"no key {key}" for key in keys if not takes(COMMANDS["train"][0], key)]:
+            return ", ".join(wrong)
     options = {option for each in parsers(parser) for option in each._option_string_actions}
     given = [
         word.partition("=")[0] for word in rest if word.startswith("-") and not word.lstrip("-").isdigit()
@@ -123,6 +130,8 @@ def test_every_command_of_a_bash_block_exists_and_takes_its_keys_and_options() -
         ("sft algorithm.adv_estimator=grpo", "no key algorithm.adv_estimator"),
         ("view --nothing", "no option --nothing"),
         ("completion csh", "no shell ['csh']"),
+        ("plan run.yaml --gpus 8 trainer.epochs=3", "no key trainer.epochs"),
+        ("env test run.yaml --hand", "no option --hand"),
         ("train +rollout.n=4 recipe=dapo", ""),
         ("view checkpoints/verl/first --worst 3", ""),
     ],

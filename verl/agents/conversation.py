@@ -52,6 +52,8 @@ class Conversation:
         self.environment_reward: float | None = None
         self.error: str | None = None
         """Why there can be no score: the environment could not begin, failed or is gone, or the user gave no answer."""
+        self.seconds = 0.0
+        """From its start to its reward."""
 
     @property
     def policy_version(self) -> int:
@@ -172,7 +174,7 @@ _TOKENS = {
     "log_probs": np.float64,
     "versions": np.int64,
 }
-_FIELDS = ("uid", "sample", "messages", "finish_reason", "environment_reward", "error")
+_FIELDS = ("uid", "sample", "messages", "finish_reason", "environment_reward", "error", "seconds")
 
 
 def pack_conversations(conversations: Sequence[Conversation]) -> dict[str, Any]:
@@ -201,7 +203,7 @@ def unpack_conversations(packed: dict[str, Any]) -> list[Conversation]:
     for number, plain in enumerate(packed["conversations"]):
         conversation = Conversation(plain["uid"], plain["sample"], (), ())
         for name in _FIELDS:
-            setattr(conversation, name, plain[name])
+            setattr(conversation, name, plain.get(name, getattr(conversation, name)))
         for name, rows in columns.items():
             setattr(conversation, name, rows[number])
         for turn in plain["turns"]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,7 +30,7 @@ from verl.config.sections.rollout import TOOL_FORMATS, MultiTurnConfig
 from verl.data.chat import ChatFormat
 from verl.data.proto import DataProto
 from verl.errors import ConfigError, DataError
-from verl.rollout.base import GenerationSettings, Request, RolloutEngine
+from verl.rollout.base import GenerationSettings, Request, Response, RolloutEngine
 from verl.rollout.sampler import OnFinish, Sampler
 from verl.rollout.samples import Finished, Kept
 
@@ -124,7 +125,7 @@ class ConversationRunner:
 
 
 @dataclass(eq=False)
-class _Talk:
+class Talk:
     """A conversation that has not ended."""
 
     conversation: Conversation
@@ -158,18 +159,18 @@ class ConversationSampler(Sampler):
         stops = dict.fromkeys((*settings.sampling.stop_token_ids, *self.turns.end_token_ids))
         settings = replace(settings, sampling=replace(settings.sampling, stop_token_ids=tuple(stops)))
         columns = prompts.non_tensor_batch
-        talks: list[tuple[str, _Talk]] = []
+        talks: list[tuple[str, Talk]] = []
         for number, (group, samples) in enumerate(missing.items()):
             uid, ids = str(columns["uid"][number]), columns["prompt_ids"][number]
             for sample in samples:
                 conversation = Conversation(uid, sample, ids, prompt_messages(columns["raw_prompt"][number]))
                 key, row = f"{uid}#{sample}", row_of(prompts, number)
                 episode = Episode(self.agents, f"{prefix}{key}", row, seed_key=key)
-                talks.append((group, _Talk(conversation, episode, settings, key if prefix else None)))
+                talks.append((group, Talk(conversation, episode, settings, key if prefix else None)))
         for group, talk in talks:
             self.agents.loop.call_soon_threadsafe(self._begin, group, talk, on_finish)
 
-    def _begin(self, group: str, talk: _Talk, on_finish: OnFinish) -> None:
+    def _begin(self, group: str, talk: Talk, on_finish: OnFinish) -> None:
         def ended(task: asyncio.Task[Conversation]) -> None:
             self.running.discard(task)
             if task.cancelled():
@@ -199,9 +200,9 @@ class ConversationSampler(Sampler):
 
     # ---- one conversation
 
-    async def run_conversation(self, talk: _Talk) -> Conversation:
+    async def run_conversation(self, talk: Talk) -> Conversation:
         """From the reset of the environment to its reward."""
-        conversation, episode = talk.conversation, talk.episode
+        conversation, episode, started = talk.conversation, talk.episode, time.monotonic()
         try:
             conversation.finish_reason = await self.converse(talk)
             self.engine.release([episode.key])
@@ -212,6 +213,7 @@ class ConversationSampler(Sampler):
         except BaseException:
             await self._give_up(episode)
             raise
+        conversation.seconds = time.monotonic() - started
         return conversation
 
     async def _give_up(self, episode: Episode) -> None:
@@ -223,9 +225,9 @@ class ConversationSampler(Sampler):
         except Exception as problem:
             logger.debug("ending a conversation: %s", problem)
 
-    async def converse(self, talk: _Talk) -> str:
+    async def converse(self, talk: Talk) -> str:
         """Let model and environment speak in turn; why it ended."""
-        conversation, episode, sampling = talk.conversation, talk.episode, talk.settings.sampling
+        conversation, episode = talk.conversation, talk.episode
         try:
             opening = await episode.open()
         except ToolFailed as failure:
@@ -238,17 +240,7 @@ class ConversationSampler(Sampler):
             left = self.tokens_left(talk, len(prompt))
             if left < 1:
                 return "length"
-            turn = len(conversation.model_turns)
-            response = await self.sample(
-                Request(
-                    f"{episode.key}/{turn}",
-                    prompt,
-                    replace(sampling, max_tokens=left),
-                    seed=talk.settings.seed,
-                    prefix_id=episode.key,
-                    key=None if talk.draw_key is None else f"{talk.draw_key}/{turn}",
-                )
-            )
+            response = await self.draw(talk, prompt, left)
             text = self.turns.text(response.token_ids)
             conversation.add_model_turn(response, text, prompt_ids=prompt if self.split else None)
             if response.finish_reason != "stop":
@@ -257,7 +249,21 @@ class ConversationSampler(Sampler):
             if ended is not None:
                 return ended
 
-    def extend_prompt(self, talk: _Talk, opening: str) -> bool:
+    async def draw(self, talk: Talk, prompt: list[int], most: int) -> Response:
+        """The next turn of the model, of at most so many tokens."""
+        key, turn = talk.episode.key, len(talk.conversation.model_turns)
+        return await self.sample(
+            Request(
+                f"{key}/{turn}",
+                prompt,
+                replace(talk.settings.sampling, max_tokens=most),
+                seed=talk.settings.seed,
+                prefix_id=key,
+                key=None if talk.draw_key is None else f"{talk.draw_key}/{turn}",
+            )
+        )
+
+    def extend_prompt(self, talk: Talk, opening: str) -> bool:
         """Add what the environment says at its start to the last message of the prompt; whether it fits."""
         conversation, limit = talk.conversation, self.runner.data.max_prompt_length
         last = conversation.messages[-1] if conversation.messages else {"role": ""}
@@ -280,14 +286,14 @@ class ConversationSampler(Sampler):
         conversation.prompt_ids = prompt
         return True
 
-    def prompt_ids(self, talk: _Talk) -> list[int]:
+    def prompt_ids(self, talk: Talk) -> list[int]:
         """What the next turn is generated from."""
         conversation = talk.conversation
         if self.split and conversation.turns:
             return self.turns.prompt(conversation.messages, self.agents.schemas(talk.episode.row))
         return [*conversation.prompt_ids, *conversation.token_ids]
 
-    def tokens_left(self, talk: _Talk, prompt: int) -> int:
+    def tokens_left(self, talk: Talk, prompt: int) -> int:
         """How long the next turn may be after so many tokens."""
         most = talk.settings.sampling.max_tokens
         if self.split:
@@ -295,7 +301,7 @@ class ConversationSampler(Sampler):
             return min(data.max_prompt_length + data.max_response_length - prompt, most)
         return most - len(talk.conversation.token_ids)
 
-    def take_answer(self, talk: _Talk, answer: TurnAnswer) -> str | None:
+    def take_answer(self, talk: Talk, answer: TurnAnswer) -> str | None:
         """Add what the model's turn was answered with; why the conversation ends, where it does."""
         cfg, conversation = self.runner.cfg, talk.conversation
         conversation.turns[-1].records = answer.records

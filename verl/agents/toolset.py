@@ -8,17 +8,17 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import os
 import re
 import threading
 from collections.abc import Collection, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
-from verl.agents.base import Message, Schema, ToolCall, ToolFailed, ToolProvider, ToolsLost, row_column
+from verl.agents.base import Message, Schema, ToolCall, ToolFailed, ToolProvider, row_column
+from verl.agents.chat_endpoint import ChatEndpoint, EndpointKeys
 from verl.agents.formats import ToolFormat
 from verl.agents.hosted import HostedInfo
 from verl.agents.mcp import MCPTools
-from verl.agents.remote import CONCURRENCY, RemoteServer, ServerAnswer, plain_text
+from verl.agents.remote import CONCURRENCY, plain_text
 from verl.agents.tool_processes import Target, ToolProcesses
 from verl.agents.tool_server import TextServer, connect_tool_server
 from verl.config.sections.rollout import MultiTurnConfig, MultiTurnUserConfig
@@ -288,72 +288,36 @@ class EndpointUser:
 
     def __init__(self, config: MultiTurnUserConfig, concurrency: int = CONCURRENCY) -> None:
         self._config = config
-        base = str(config.base_url).rstrip("/").removesuffix("/chat/completions")
-        if not re.match("https?://[^/]", base):
-            raise ConfigError(
-                f"{_USER}.base_url={config.base_url!r} is no HTTP address such as http://127.0.0.1:8000/v1"
-            )
-        secret = os.environ.get(config.api_key_env, "")
-        headers = {"Authorization": f"Bearer {secret}"} if secret else {}
-        self._server = RemoteServer(
-            base,
+        self._endpoint = ChatEndpoint(
             "The simulated user",
-            key=f"{_USER}.base_url",
+            str(config.base_url),
+            config.model,
+            config.api_key_env,
+            keys=EndpointKeys(f"{_USER}.base_url", f"{_USER}.model", f"{_USER}.api_key_env"),
             concurrency=concurrency,
-            health="/models",
-            headers=headers,
+            if_refused=f". {RESUME[0].upper()}{RESUME[1:]}",
         )
-
-    async def open(self, timeout_s: float = 30.0) -> None:
-        """Check that the endpoint is there, takes the key and, where it lists its models, has this one."""
-        try:
-            answer = await self._server.request("GET", "/models", timeout_s=timeout_s)
-        except (ToolsLost, ToolFailed) as error:
-            raise ConfigError(f"{_USER}.base_url={self._config.base_url}: {error}") from error
-        if answer.status in (401, 403):
-            raise ConfigError(self._refused(answer))
-        try:
-            listed = [model["id"] for model in answer.json()["data"]] if answer.status == 200 else []
-        except (ValueError, KeyError, TypeError):
-            listed = []  # not every endpoint has a list
-        if listed and self._config.model not in listed:
-            raise ConfigError(
-                f"{_USER}.model={self._config.model!r} is not at {self._config.base_url}; it has: "
-                f"{', '.join(map(str, listed[:20]))}"
-            )
+        self.open, self.close = self._endpoint.open, self._endpoint.close
 
     async def reply(
         self, messages: Sequence[Message], row: Mapping[str, Any], timeout_s: float
     ) -> str | None:
         """The user's next message; None: the user ends the conversation. ToolFailed: no usable answer (in time);
         ToolsLost: the run must stop."""
-        request = {"model": self._config.model, "messages": [self._system(row), *swap_roles(messages)]}
-        answer = await self._server.request("POST", "/chat/completions", request, timeout_s=timeout_s)
-        if answer.status in (401, 403, 404):  # no repetition helps
-            raise ToolsLost(f"{self._refused(answer)}. {RESUME[0].upper()}{RESUME[1:]}")
-        if answer.status != 200:
-            raise ToolFailed(f"The simulated user failed: {answer}")
+        request = {"messages": [self._system(row), *swap_roles(messages)]}
+        choice = await self._endpoint.complete(request, timeout_s)
         try:
-            text = answer.json()["choices"][0]["message"]["content"] or ""
+            text = choice["message"]["content"] or ""
             said = _THOUGHT.sub("", plain_text(text)).strip()
-        except (ValueError, KeyError, IndexError, TypeError):
+        except (KeyError, TypeError, ValueError):
             raise ToolFailed(
-                f"The simulated user's answer has no choices[0].message.content: {answer}"
+                f"The simulated user's answer has no choices[0].message.content: {str(choice)[:200]}"
             ) from None
         return None if STOP_MARK in said or not said else said
-
-    async def close(self) -> None:
-        await self._server.close()
 
     def _system(self, row: Mapping[str, Any]) -> Message:
         prompt = str(row_column(row, "user_prompt") or self._config.prompt or DEFAULT_PROMPT)
         return {"role": "system", "content": prompt if STOP_MARK in prompt else f"{prompt}\n\n{_END_RULE}"}
-
-    def _refused(self, answer: ServerAnswer) -> str:
-        return (
-            f"The endpoint {_USER}.base_url={self._config.base_url} refused model {self._config.model!r} with {answer}"
-            f". Check {_USER}.model, and the key in the variable {self._config.api_key_env} ({_USER}.api_key_env)"
-        )
 
 
 def swap_roles(messages: Sequence[Message]) -> list[Message]:

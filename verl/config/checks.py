@@ -69,6 +69,11 @@ def check(config: AnyConfig, plan: RunPlan | None = None) -> list[str]:
     return unused_keys(config)
 
 
+def errors_alone(config: AnyConfig) -> list[str]:
+    """What is wrong with single values, or else within single sections."""
+    return [*_value_errors(config)] or [*_section_errors(config)]
+
+
 def rank_errors(config: PPOConfig | OfflineConfig) -> list[str]:
     """What does not fit the number of ranks: sizes that do not divide it."""
     plan = RunPlan(config)

@@ -61,8 +61,9 @@ _VARIABLE = re.compile(r"\$\{oc\.env:([^,}]+)")
 _FOLDER_KEYS = ("trainer.default_local_dir", "trainer.rollout_data_dir", "trainer.validation_data_dir")
 
 
-def load_config(kind: type[Config], argv: list[str]) -> Config:
-    """The config of a command line; --help, --cfg and --check are answered on stdout and end the program."""
+def load_config(kind: type[Config], argv: list[str], *, checked: bool = True) -> Config:
+    """The config of a command line; --help, --cfg and --check are answered on stdout and end the program. checked=False
+    as in `from_dict`."""
     line = parse_command_line(argv)
     draft = _Draft(kind)
     if line.help:
@@ -83,7 +84,7 @@ def load_config(kind: type[Config], argv: list[str]) -> Config:
     if line.cfg:
         sys.stdout.write(to_yaml(draft.finish(checked=False)))
         raise CommandAnswered(0)
-    config: Config = draft.finish(checked=True, quiet=line.check)
+    config: Config = draft.finish(checked=checked or line.check, quiet=line.check)
     if line.check:
         from verl.config.plan_report import check_text
 

@@ -275,3 +275,9 @@ def hub_error(address: str, request_s: float = 5.0, all_s: float = 8.0) -> str |
     thread.start()
     thread.join(all_s)  # the timeout of the request does not cover name lookup
     return found[0] if found else f"no answer within {all_s:.0f} s"
+
+
+def hub_silence() -> str:
+    """Why the hub cannot be asked: the variable that forbids it, or its failure; empty where it can."""
+    variable = offline(os.environ)
+    return f"{variable}=1" if variable else hub_error(endpoint(os.environ)) or ""

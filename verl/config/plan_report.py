@@ -16,10 +16,11 @@ from verl.config.methods import skips_zero_advantage, zero_advantage_counts
 from verl.config.model_path import text_config
 from verl.config.parallelism import ROLLOUT, bubble_share, engine_size, offload_section
 from verl.config.plan import BatchPlan, RunPlan, text_table
+from verl.config.plan_time import measured_rates, step_time
 from verl.config.run_checks import layout_errors, model_layout_errors, size_keys, teacher_model_errors
 from verl.config.schema import AnyConfig, GenerationConfig, OfflineConfig, PPOConfig
 from verl.config.sections.trainer import POOL_ASYNC_MODES
-from verl.config.sizes import Estimate, gib
+from verl.config.sizes import gib
 from verl.config.unused_keys import unused_keys
 from verl.errors import ConfigError
 
@@ -124,7 +125,8 @@ def render(plan: RunPlan, lines: list[str] | None = None) -> str:
         tables["generation ahead of training"] = async_rows(plan.config, batches)
     if plan.memory is not None:
         limit = f", {gib(device.memory)} per rank" if device.memory is not None else ""
-        tables[f"memory on {device.name}{limit} (activations are estimates)"] = _memory_rows(plan.memory)
+        tables[f"memory on {device.name}{limit} (activations are estimates)"] = _memory_rows(plan)
+        tables["time of a step (an estimate)"] = time_rows(plan)
     blocks = [text_table(title, rows) for title, rows in tables.items() if rows]
     blocks.append("\n".join(f"warning: {line}" for line in lines) or "no warnings")
     return "\n\n".join(blocks)
@@ -140,8 +142,10 @@ def _zero_advantage_rows(config: PPOConfig) -> list[tuple[str, str, str]]:
     return [("rows with advantage zero", "computed", zero_advantage_counts(config) or off)]
 
 
-def _memory_rows(memory: Estimate) -> list[tuple[str, str, str]]:
+def _memory_rows(plan: RunPlan) -> list[tuple[str, str, str]]:
     lines: list[tuple[str, str, str]] = []
+    memory = plan.memory
+    assert memory is not None
     for role in memory.roles:
         trained = "" if role.trained in (0, role.parameters) else f", {role.trained:,} of them trained"
         lines.append((f"{role.role}: weights", gib(role.weights), f"{role.parameters:,} parameters{trained}"))
@@ -149,18 +153,78 @@ def _memory_rows(memory: Estimate) -> list[tuple[str, str, str]]:
             copies = "two moments and a float32 copy" if role.master_copy else "two moments"
             lines.append((f"{role.role}: gradients", gib(role.gradients), "summed in float32"))
             lines.append((f"{role.role}: optimiser", gib(role.optimiser), copies))
-            per_token = f"{gib(1000 * role.activations_per_token)} per 1,000 tokens"
             phase = next(phase for phase in memory.phases if phase.name == f"update {role.role}")
-            kept = phase.parts.get("activations")
-            lines.append((f"{role.role}: activations", "measured" if kept is None else gib(kept), per_token))
+            batches = plan.batches(role.role)
+            remark = f"{gib(1000 * role.activations_per_token)} per 1,000 tokens"
+            if batches.largest_micro_batch is None:
+                remark += (
+                    f"; of one sequence ({batches.sequence_tokens:,}), the engine finds how many more fit"
+                )
+            lines.append((f"{role.role}: activations", gib(phase.parts["activations"]), remark))
     if memory.cache_tokens:
-        full = f"{memory.cache_tokens:,} tokens: all running sequences at their longest"
-        lines.append(("KV cache", gib(memory.cache_bytes), full))
+        cache, running = memory.phases[0].parts["KV cache"], memory.running
+        fit = min(cache // memory.sequence_bytes, running) if memory.sequence_bytes else running
+        held = f"all {running:,} sequences that an engine generates at a time, at their longest"
+        if fit < running:
+            held = f"{fit:,} sequences at their longest at a time; the other {running - fit:,} wait for their turn"
+        lines.append(("KV cache", gib(cache), held))
     for phase in memory.phases:
         parts = " + ".join(f"{name} {gib(size)}" for name, size in phase.parts.items() if size)
-        more = "" if phase.name == "generate" or "activations" in phase.parts else " + activations"
-        lines.append((f"peak, {phase.name}", gib(phase.total), parts + more))
+        lines.append((f"peak, {phase.name}", gib(phase.total), parts))
     return lines
+
+
+def time_rows(plan: RunPlan) -> list[tuple[str, str, str]]:
+    """Seconds of a step by phases, from measured rates; empty where the run is on CPUs."""
+    if plan.device.kind != "cuda" or not isinstance(plan.config, PPOConfig):
+        return []
+    found, rates = step_time(plan), measured_rates()
+    if isinstance(found, str):
+        return [("a step", "unknown", found)]
+    lines = [
+        (name, seconds_text(seconds), f"{speed:,.0f} tokens/s per GPU")
+        for name, (seconds, speed) in found.phases.items()
+    ]
+    low, high = map(seconds_text, found.bounds)
+    longest = f"{plan.config.data.max_prompt_length:,} + {plan.config.data.max_response_length:,} tokens"
+    of = f"on {rates['device']}s, every sequence of {longest}; shorter responses take less in proportion"
+    lines.append(("a step", seconds_text(found.total), f"{low} to {high} {of}"))
+    if plan.world_size > 1:
+        lines.append(("", "", "rates are of one GPU: communication between GPUs is not counted"))
+    if found.extrapolated:
+        lines.append(
+            ("", "", "the model is larger than those measured: rates are taken to fall with its size")
+        )
+    return lines
+
+
+def seconds_text(seconds: float) -> str:
+    number, unit = (seconds, "s") if seconds < 100 else (seconds / 60, "min")
+    return f"{number:.1f} {unit}" if number < 10 else f"{number:,.0f} {unit}"
+
+
+def fits(plan: RunPlan) -> bool:
+    """Whether the ranks can be split so, and every phase fits on a rank."""
+    if layout_errors(plan) or model_layout_errors(plan) or plan.memory is None or plan.device.memory is None:
+        return False
+    memory, usable = plan.memory, plan.device.memory * USABLE
+    cache = memory.phases[0].parts.get("KV cache", memory.cache_bytes)
+    return cache >= min(memory.sequence_bytes, memory.cache_bytes) and all(
+        phase.total <= usable for phase in memory.phases
+    )
+
+
+def smallest_fit(plan: RunPlan, per_node: int, most: int = 1024) -> int:
+    """The fewest GPUs of this kind that the config fits on with its other keys as they are; 0 where no number up to
+    `most` is enough."""
+    counts = [2**power for power in range(per_node.bit_length()) if 2**power < per_node]
+    counts += [per_node * nodes for nodes in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)]
+    for count in (count for count in counts if count <= most):
+        changed = deepcopy(plan.config)
+        changed.trainer.nnodes, changed.trainer.n_gpus_per_node = -(-count // per_node), min(count, per_node)
+        if fits(RunPlan(changed, plan.device, sizes=plan.sizes)):
+            return count
+    return 0
 
 
 def check_text(config: AnyConfig, plan: RunPlan | None = None) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.config.capabilities import engine_spec, strategy_spec
-from verl.config.model_path import cached_config, config_problem
+from verl.config.model_path import cached_config, config_problem, hub_silence
 from verl.config.parallelism import Layout, engine_size, offload_section, rollout_pool
 from verl.config.roles import ModelRole, roles_of
 from verl.config.schema import OfflineConfig, PPOConfig
@@ -120,6 +120,11 @@ def read_sizes(
         cached = cached_config(path)
         if cached is None and not download:
             return None
+        if cached is None and (reason := hub_silence()):  # transformers would ask for most of a minute
+            raise ModelError(
+                f"'{path}' is no folder and not in the Hugging Face cache, and the hub cannot be reached ({reason}). "
+                "A folder with its config.json alone is enough for a plan"
+            )
         folder = cached.parent if cached else Path(path)
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -195,6 +200,7 @@ class Estimate:
     cache_tokens: int = 0  # in the KV cache when all sequences that run at the same time are at their longest
     cache_bytes: int = 0
     sequence_bytes: int = 0  # of the KV cache of one sequence at its longest, on one device
+    running: int = 0  # sequences that an engine generates at the same time
 
 
 def activation_bytes(
@@ -316,9 +322,10 @@ def estimate(plan: RunPlan) -> Estimate:
             "output matrix": role.workspace,
             "other roles": sum(other.idle for other in found if other is not role),
         }
-        tokens = plan.batches(role.role).largest_micro_batch
-        if tokens is not None:
-            parts["activations"] = role.activations_per_token * -(-tokens // role.sequence_ranks)
+        # Where the engine measures what fits, the longest sequence must.
+        own = plan.batches(role.role)
+        tokens = own.largest_micro_batch or own.sequence_tokens
+        parts["activations"] = role.activations_per_token * -(-tokens // role.sequence_ranks)
         updates.append(Phase(f"update {role.role}", parts))
     if isinstance(config, OfflineConfig):
         return Estimate(found, updates)
@@ -355,4 +362,5 @@ def estimate(plan: RunPlan) -> Estimate:
         cache_tokens,
         cache_bytes,
         sequence_bytes // size,
+        running,
     )

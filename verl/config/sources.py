@@ -50,6 +50,10 @@ def parse_command_line(argv: list[str]) -> argparse.Namespace:
         line, words = OPTIONS.parse_known_args(argv)
     except argparse.ArgumentError as error:
         raise ConfigError(f"{error}; --help lists the options") from None
+    files = [word for word in words if word.endswith((".yaml", ".yml")) and Path(word).is_file()]
+    if len(files) == 1 and not (line.config_path or line.config_name or line.help):
+        line.config_path = files[0]
+        words.remove(files[0])
     for number, word in enumerate(words):
         if word.startswith("-"):
             name, equals, value = word.lstrip("-").partition("=")
@@ -318,8 +322,7 @@ def _as_override(words: list[str]) -> str:
     if len(words) > 1 and words[1].startswith("="):
         return f"write it without spaces: {words[0]}{words[1]}"
     if words[0].endswith((".yaml", ".yml")):
-        path = Path(words[0])
-        return f"give a file of keys as --config-path {path.parent} --config-name {path.stem}"
+        return "a file of keys must exist, and there can be one, also by --config-path DIR --config-name NAME"
     return "write key=value, e.g. trainer.total_epochs=3"
 
 

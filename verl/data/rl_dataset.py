@@ -189,7 +189,7 @@ def training_loader(
     files_key = None if rows is None else "train()"
     mixture: list[tuple[str, float, int, int]] = []
     if rows is None:
-        mixture, rows = _mixture_rows(config)
+        mixture, rows = mixture_rows(config)
     dataset = RLDataset(
         config, rows or config.train_files, tokenizer, tools=tools, files_key=files_key, answers=answers
     )
@@ -226,7 +226,7 @@ def validation_loader(
     return Loader(dataset, len(dataset), drop_last=False, num_workers=config.dataloader_num_workers)
 
 
-def _mixture_rows(config: DataConfig) -> tuple[list[tuple[str, float, int, int]], Rows | None]:
+def mixture_rows(config: DataConfig) -> tuple[list[tuple[str, float, int, int]], Rows | None]:
     """Name, weight, first and last row of each part of `data.mixture`, and all their rows one after another."""
     if not config.mixture:
         return [], None

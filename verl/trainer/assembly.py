@@ -101,16 +101,7 @@ def open_run(
         if agents is not None:
             for loader in loaders:
                 agents.check_data(getattr(loader, "dataset", None))
-        if agents is not None and agents.gives_rewards and not chooses_reward(cfg.reward, reward_function):
-            rewards: RewardManager = NoRewards()
-        else:
-            rewards = build_reward_manager(
-                cfg.reward,
-                tokenizer=tokenizer,
-                function=reward_function,
-                max_response_length=cfg.data.max_response_length,
-                reward_model_factory=partial(build_reward_model, cfg),
-            )
+        rewards = open_rewards(cfg, tokenizer, agents, reward_function)
         stack.callback(rewards.close)
         check_rewards(rewards, loaders, several_turns=agents is not None)
         total = cfg.trainer.total_training_steps or len(train_loader) * cfg.trainer.total_epochs
@@ -129,6 +120,21 @@ def open_run(
                 raise
             finally:
                 try_write_report(folder)  # after crash.txt, which it shows
+
+
+def open_rewards(
+    cfg: PPOConfig, tokenizer: Any, agents: ConversationRunner | None, function: Callable[..., Any] | None
+) -> RewardManager:
+    """The reward manager of a run; one that scores 0 where the environments give all rewards."""
+    if agents is not None and agents.gives_rewards and not chooses_reward(cfg.reward, function):
+        return NoRewards()
+    return build_reward_manager(
+        cfg.reward,
+        tokenizer=tokenizer,
+        function=function,
+        max_response_length=cfg.data.max_response_length,
+        reward_model_factory=partial(build_reward_model, cfg),
+    )
 
 
 def build_loop(

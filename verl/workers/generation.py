@@ -24,7 +24,8 @@ from verl.workers.rank import RankSetup, prepare_process
 from verl.workers.rollout_rank import RolloutServer
 
 if TYPE_CHECKING:
-    from verl.config.schema import GenerationConfig
+    from verl.config.schema import GenerationConfig, GenerationModelConfig, ModelConfig
+    from verl.config.sections.trainer import PlacementConfig
     from verl.rollout.base import RolloutEngine
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ def open_engine(
     """The engine the config asks for, with the weights of `path`; closed at the end of the block. Those of several
     processes are as one; each loads the weights and takes requests as it gets free."""
     if engines(cfg) == 1:
-        with closing(load_engine(cfg, path, adapter, tokenizer)) as engine:
+        with closing(_load_engine(cfg, path, adapter, tokenizer)) as engine:
             yield engine
         return
     require_ray(cfg)
@@ -64,23 +65,34 @@ def open_engine(
         yield RayRollout(calls, cfg.rollout.most_sequences, hosts=range(len(calls)), colocated=False)
 
 
-def load_engine(cfg: GenerationConfig, path: str, adapter: Path | None, tokenizer: Any) -> RolloutEngine:
-    """The engine of this process."""
-    rollout, device = rollout_section(cfg), choose_device(cfg.trainer.device)
+def load_engine(
+    rollout: RolloutConfig,
+    section: GenerationModelConfig | ModelConfig,
+    trainer: PlacementConfig,
+    path: str,
+    adapter: Path | None,
+    tokenizer: Any,
+) -> RolloutEngine:
+    """An engine of this process, with the weights of `path`."""
+    device = choose_device(trainer.device)
     model = load_causal_lm(
         path,
         dtype=parameter_dtype("auto" if rollout.dtype == "fp8" else rollout.dtype, device),
         device=device,
-        trust_remote_code=cfg.model.trust_remote_code,
-        override_config=cfg.model.override_config,
+        trust_remote_code=section.trust_remote_code,
+        override_config=section.override_config,
     )
     if adapter is not None:
         logger.info("adapter %s: %d weights changed", adapter, merge_adapter(model, adapter))
     model.requires_grad_(False)
-    engine: Any = build_rollout(rollout.name, model, tokenizer, rollout, watchdog_s=cfg.trainer.watchdog_s)
+    engine: Any = build_rollout(rollout.name, model, tokenizer, rollout, watchdog_s=trainer.watchdog_s)
     if engine_spec(rollout.name).owns_weights:
         engine.source = None  # it has taken and proven its copy; ours would only hold memory
     return engine  # type: ignore[no-any-return]
+
+
+def _load_engine(cfg: GenerationConfig, path: str, adapter: Path | None, tokenizer: Any) -> RolloutEngine:
+    return load_engine(rollout_section(cfg), cfg.model, cfg.trainer, path, adapter, tokenizer)
 
 
 class GenerationRank(RolloutServer):
@@ -90,4 +102,4 @@ class GenerationRank(RolloutServer):
 
     def do_build(self, setup: RankSetup[GenerationConfig], path: str, adapter: Path | None) -> None:
         prepare_process(setup, self.address)
-        self.host(load_engine(setup.cfg, path, adapter, setup.tokenizer))
+        self.host(_load_engine(setup.cfg, path, adapter, setup.tokenizer))
