@@ -17,6 +17,7 @@ from tests.report_data import report_data
 from tests.tiny_run import read_metrics, tiny_run
 from verl import cli
 from verl.config.load import load_ppo_config
+from verl.observe.diagnoses import validation_summary
 from verl.observe.report import write_report
 from verl.observe.token_table import TokenFile
 from verl.observe.web_data import WebData, whole_characters
@@ -185,6 +186,56 @@ def test_a_search_finds_what_the_files_hold_in_any_case(parent: Path) -> None:
         assert bool(matches) == (word != "nowhere")
 
 
+def test_every_metric_of_a_run_is_described(parent: Path) -> None:
+    metrics = asker(parent)("run/0/metrics.json")
+    assert metrics["series"].keys() - metrics["about"].keys() == set()
+    assert "cut at the longest length" in metrics["about"]["response_length/clip_ratio"]
+
+
+def test_the_results_of_a_run_are_its_newest_numbers(parent: Path) -> None:
+    (run,), rows = asker(parent)("runs.json")["runs"], read_metrics(parent)
+    results, scores = run["results"], [validation_summary(row) for row in rows]
+    assert results["reward"] == rows[-1]["reward/mean"] and results["loss"] is None
+    assert [results["validation_first"], results["validation"]] == [scores[0], scores[-1]]
+
+
+def test_previews_are_the_words_of_the_texts(tmp_path: Path) -> None:
+    turns = [
+        {"role": "assistant", "content": "I ask"},
+        {"role": "tool", "content": "6"},
+        {"role": "assistant", "content": "six"},
+    ]
+    rows = [sample(1, line) for line in range(3)]
+    rows[1]["response"] = "<|im_start|>first" + 3000 * " many words" + " the last<|im_end|>\n"
+    rows[2] |= {"turns": [*turns, "no turn"], "response": "I ask6six"}
+    rows[2]["prompt"] = rows[0]["prompt"] = "<|user|>How\n\nmany?<|end|><|assistant|>"
+    index = asker(write_run(tmp_path / "p" / "run", {1: rows}))("run/0/index/rollouts.json")
+    assert index["turns"] == [0, 0, 2] and index["uid"]["prompts"] == ["How many?"]
+    assert index["text"][0] == "answer 0 to 0" and index["text"][2] == "I ask · six"
+    assert index["text"][1].startswith("first many") and index["text"][1].endswith("words the last")
+    assert len(index["text"][1]) <= 123
+
+
+def test_what_agents_did_is_shown_first_and_what_never_happened_is_not(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "p" / "run", {1: [sample(1, 0)]})
+    numbers = {
+        "agents/turns/mean": 3.0,
+        "agents/finish/turns": 0.5,
+        "agents/finish/abort": 0.0,
+        "actor/ppo_kl": 0.0,
+    }
+    numbers |= {
+        "tools/calls/all": 4.0,
+        "tools/failed/all": 1.0,
+        "tools/timeout/all": 0.0,
+        "tools/calls/add": 4.0,
+    }
+    (run / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward/mean": 1.0, **numbers}) + "\n")
+    shown = asker(run)("run/0/metrics.json")["shown"]
+    agents = ["agents/turns/mean", "agents/finish/turns", "tools/calls/all", "tools/failed/all"]
+    assert shown == ["reward/mean", *agents, "actor/ppo_kl"]
+
+
 # -- a fork, other runs, and damage -------------------------------------------------------------------------------
 
 
@@ -242,7 +293,11 @@ def test_a_crash_is_in_the_report_of_its_run(
     with pytest.raises(RuntimeError):
         train(load_ppo_config(tiny_run(tiny_model_dir, digits_data, folder=folder)))
     data = report_data(folder / "report.html")
-    assert "the device is lost" in data["run/0/summary.json"]["crash"]["cause"]
+    summary = data["run/0/summary.json"]
+    assert "the device is lost" in summary["crash"]["cause"]
+    assert dict(summary["facts"])["state"] == "crashed in the first step" and "fix" not in dict(
+        summary["facts"]
+    )
     assert data["runs.json"]["runs"][0]["state"] == "crashed"
 
 

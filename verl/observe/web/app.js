@@ -54,7 +54,8 @@ const App = (() => {
     try {
       next = await PAGES[page][1]({ run, params, href, go });
     } catch (error) {
-      next = { element: Dom.empty(error.message) };
+      const back = page === "group" ? "rollouts" : "overview";
+      next = { element: h("div", { class: "empty" }, h("p", {}, error.message), h("a", { href: href(back, { run: run.id }) }, back === "rollouts" ? "All responses" : "Overview")) };
     }
     if (mine !== turn) { if (next.close) next.close(); return; }
     if (view && view.close) view.close();

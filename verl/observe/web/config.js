@@ -40,7 +40,7 @@ const Config = (() => {
     await draw();
     return {
       element: h("div", {}, h("div", { class: "row" },
-        h("input", { type: "search", placeholder: "Search keys and values", "aria-label": "Search keys", oninput: (event) => { search = event.target.value; draw(); } }),
+        h("input", { type: "search", class: "keys-search", placeholder: "Search keys and values", "aria-label": "Search keys", oninput: (event) => { search = event.target.value; draw(); } }),
         others.length ? h("label", { class: "muted" }, "Compare with ", h("select", { "aria-label": "Compare with", onchange: (event) => { against = event.target.value; draw(); } },
           h("option", { value: "" }, run.parent_name ? "its parent" : "the defaults"), others.map((each) => h("option", { value: each.id }, each.name)))) : null), body),
     };

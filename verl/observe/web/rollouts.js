@@ -22,37 +22,43 @@ const Rollouts = (() => {
 
   function meter(score, [low, high]) {
     const share = Number.isNaN(score) ? 0 : high > low ? (score - low) / (high - low) : 1;
-    return [h("span", { class: "meter" }, h("i", { style: { width: `${100 * share}%` } })), number(score)];
+    return [h("span", { class: "meter" }, h("i", { style: { width: `${100 * share}%` } })), h("span", {}, number(score))];
+  }
+
+  /** A preview in one line: its start gives way to its end, where answers are. */
+  function peek(text) {
+    const at = text.length > 80 ? text.length - 40 : text.length;
+    return h("span", { class: "peek" }, h("span", { class: "start" }, text.slice(0, at) || "(empty)"), h("span", {}, text.slice(at)));
   }
 
   /** [key to sort by, heading, width, cell] of the columns; narrow screens get the first ones. */
   function columnsOf(table, mode, found) {
     const narrow = matchMedia("(max-width: 640px)").matches;
     const scores = Table.range(table.score);
-    const cell = (value) => h("span", { class: "num" }, value);
+    const cell = (value, more = "") => h("span", { class: `num ${more}` }, value);
     if (mode === "groups") {
       const groups = found.groups;
       return [
         ["step", "step", "52px", (g) => cell(number(groups.step[g]))],
-        ["mean", "reward", "96px", (g) => cell(meter(groups.mean[g], scores))],
+        ["mean", "reward", "96px", (g) => cell(meter(groups.mean[g], scores), "metered")],
         ["std", "spread", "60px", (g) => cell(number(groups.std[g]))],
         ["n", "n", "34px", (g) => cell(number(groups.n[g]))],
         ["length", "tokens", "60px", (g) => cell(number(Math.round(groups.length[g])))],
         ...(narrow ? [] : [["error", "errors", "50px", (g) => cell(groups.error[g] ? h("span", { class: "bad" }, number(groups.error[g])) : "")],
-          [null, "prompt", "minmax(60px, 1fr)", (g) => h("span", { class: "muted" }, table.names.uid[table.uid[groups.first[g]]])]]),
+          [null, "id", "minmax(60px, 1fr)", (g) => h("span", { class: "muted" }, table.names.uid[table.uid[groups.first[g]]])]]),
       ];
     }
     const turns = table.turns.some((value) => value > 1);
     return [
       ["step", "step", "52px", (r) => cell(number(table.step[r]))],
-      ["score", "reward", "96px", (r) => cell(meter(table.score[r], scores))],
+      ["score", "reward", "96px", (r) => cell(meter(table.score[r], scores), "metered")],
       ["advantage", "adv", "62px", (r) => cell(signed(table.advantage[r]))],
       ["length", "tokens", "56px", (r) => cell(number(table.length[r]))],
       ["finish", "finish", "minmax(56px, 80px)", (r) => h("span", { class: table.error[r] ? "bad" : "" }, table.error[r] ? "error" : table.names.finish[table.finish[r]])],
       ...(narrow ? [] : [
         ...(turns ? [["turns", "turns", "44px", (r) => cell(number(table.turns[r]))]] : []),
         ...(table.names.source.length > 1 ? [["source", "source", "minmax(50px, 110px)", (r) => h("span", {}, table.names.source[table.source[r]])]] : []),
-        ["uid", "prompt", "minmax(60px, 1fr)", (r) => h("span", { class: "muted" }, table.names.uid[table.uid[r]])]]),
+        ["uid", "id", "minmax(60px, 1fr)", (r) => h("span", { class: "muted" }, table.names.uid[table.uid[r]])]]),
     ];
   }
 
@@ -79,7 +85,7 @@ const Rollouts = (() => {
     const same = (item) => table.step[found.row(item)] === step && table.uid[found.row(item)] === code;
     const start = found.items.findIndex(same);
     for (let i = start; start >= 0 && i >= 0 && i < found.items.length; i += by)
-      if (!same(found.items[i])) return { step: table.step[found.row(found.items[i])], uid: table.uid[found.row(found.items[i])] };
+      if (!same(found.items[i])) return { step: table.step[found.row(found.items[i])], uid: table.names.uid[table.uid[found.row(found.items[i])]] };
     return null;
   }
 
@@ -93,7 +99,7 @@ const Rollouts = (() => {
     let filters = null;
 
     const groupOf = (position) => { const row = found.row(found.items[position]); return { row, step: table.step[row], uid: table.uid[row] }; };
-    const open = (position) => { const { row, step, uid } = groupOf(position); go("group", { run: run.id, kind, step, uid, line: table.line[row] }); };
+    const open = (position) => { const { row, step, uid } = groupOf(position); go("group", { run: run.id, kind, step, uid: table.names.uid[uid], line: table.line[row] }); };
     const preview = Dom.later(async (position) => {
       const { row, step, uid } = groupOf(position);
       try {
@@ -108,7 +114,7 @@ const Rollouts = (() => {
     }, 60);
     const list = List.make({
       get columns() { return columns.map((column) => column[2]).join(" "); },
-      line: (i) => columns.map((column) => column[3](found.items[i])),
+      line: (i) => [...columns.map((column) => column[3](found.items[i])), peek(state.mode === "groups" ? table.prompts[table.uid[found.row(found.items[i])]] : table.text[found.items[i]])],
       select: (position) => {
         state.chosen = position;
         if (getComputedStyle(pane).display === "none") open(position); else preview(position);
@@ -205,5 +211,5 @@ const Rollouts = (() => {
     };
   }
 
-  return { page, neighbour };
+  return { page, neighbour, tableOf };
 })();
