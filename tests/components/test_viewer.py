@@ -372,3 +372,25 @@ def test_an_address_of_a_prompt_that_is_not_there_leads_back_to_the_list(tab: Pa
         tab.go(f"group?run=0&kind=rollouts&{address}", ".empty a")
         tab.click(".empty a")
         tab.until("main.dataset.page === 'rollouts' && document.querySelector('.space .line')")
+
+
+def test_pairs_that_were_given_are_shown_as_samples_of_validation(tab: Page, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "p" / "run", {1: [sample(1, 0) | {"score": None}]})
+    (run / "config.yaml").write_text(json.dumps({"model": {"path": "m"}, "algorithm": {"loss": "dpo"}}))
+    pairs = [
+        {"uid": "7", "prompt": "why?", "response": side, "score": score, "length": 2, "answer": side}
+        for side, score in (("chosen", 0.5), ("rejected", -0.25))
+    ]
+    (run / "validation").mkdir()
+    (run / "validation" / "2.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    tab.problems.clear()
+    tab.open(write_report(run).as_uri())
+    assert "Samples" in tab.texts("nav a") and "Rollouts" not in tab.texts("nav a")
+    tab.go("rollouts?run=0", ".space .line")
+    assert tab.texts(".line.head button") == ["step ↓", "reward", "tokens", "answer", "id"]
+    assert tab.texts(".space .line .peek") == ["rejected", "chosen"]
+    tab.fill("[data-filter=finish]", "0", "change")
+    tab.until("document.querySelector('.found').dataset.found === '1'")
+    tab.go("group?run=0&kind=validation&step=2&uid=7", ".response")
+    assert tab.texts(".response .badge") == ["chosen", "rejected"]
+    assert tab.texts(".response .score") == ["0.5", "-0.25"] and not tab.problems

@@ -309,9 +309,7 @@ def test_a_fork_whose_parent_is_gone_stands_alone(fork: Path, tmp_path: Path) ->
     assert run["parent"] is None and run["fork_step"] == 2 and run["parent_name"] == row["parent_name"]
 
 
-def test_a_run_of_fine_tuning_has_curves_and_a_timeline_and_no_responses(
-    tiny_model_dir: Path, tmp_path: Path
-) -> None:
+def test_a_run_of_fine_tuning_has_curves_a_timeline_and_samples(tiny_model_dir: Path, tmp_path: Path) -> None:
     rows = [{"messages": [{"role": "user", "content": f"repeat {i}"}, {"role": "assistant", "content": f"{i}"}]}
             for i in range(8)]  # fmt: skip
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -322,6 +320,7 @@ def test_a_run_of_fine_tuning_has_curves_and_a_timeline_and_no_responses(
         "trainer.device=cpu",
         "trainer.logger=[]",
         "trainer.total_training_steps=2",
+        f"data.val_files={tmp_path}/train.jsonl",
         f"trainer.default_local_dir={tmp_path}/project/sft",
     )
     assert cli.main(["sft", *keys]) == 0
@@ -331,7 +330,13 @@ def test_a_run_of_fine_tuning_has_curves_and_a_timeline_and_no_responses(
     written = read_metrics(tmp_path / "project" / "sft")
     assert ask("run/0/metrics.json")["series"]["train/loss"] == [row["train/loss"] for row in written]
     assert {span[4] for span in ask("run/0/timeline.json")["spans"]} >= {1, 2}
-    assert ask("run/0/index/rollouts.json")["count"] == ask("run/0/index/validation.json")["count"] == 0
+    trained, index = (ask(f"run/0/index/{kind}.json") for kind in ("rollouts", "validation"))
+    assert set(trained["step"]) == {1} and trained["count"] == 4 and trained["score"] == [None] * 4
+    assert index["text"] == [f"{i}" for i in range(8)] and set(index["step"]) == {2}
+    assert all(f"repeat {i}" in prompt for i, prompt in enumerate(index["uid"]["prompts"]))
+    tokens = index["length"]
+    mean = sum(score * count for score, count in zip(index["score"], tokens, strict=True)) / sum(tokens)
+    assert -mean == pytest.approx(written[-1]["val/loss"]) and run["score"] == "log-prob"
     changes = [key for key, *_ in ask("run/0/summary.json")["config_changes"]]
     assert "model.path" in changes and "data.train_batch_size" in changes
 

@@ -191,7 +191,7 @@ class SampleIndex:
                 number,
                 offset,
                 self.uids[uid],
-                self.finishes.setdefault(_text(sample.get("finish_reason")), len(self.finishes)),
+                self.finishes.setdefault(_text(_finish(sample)), len(self.finishes)),
                 self.sources.setdefault(_text(sample.get("data_source")), len(self.sources)),
                 len(written),
                 sample.get("error") is not None,
@@ -228,6 +228,11 @@ def uid_of(sample: dict[str, Any], line: int) -> str:
     """The prompt a response belongs to; one without is a group of its own."""
     uid = sample.get("uid")
     return f"line {line}" if uid is None else _text(uid)
+
+
+def _finish(sample: dict[str, Any]) -> Any:
+    """Why a response ended; of a given answer which of its pair it is."""
+    return sample.get("answer") if sample.get("finish_reason") is None else sample["finish_reason"]
 
 
 def model_turns(sample: dict[str, Any]) -> list[dict[str, Any]]:

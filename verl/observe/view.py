@@ -155,9 +155,13 @@ def overview(seen: Run, patterns: list[str] | None = None, *, samples: bool = Tr
         for notice in notices(seen)[:8]
     ]
     blocks += found or [styled("nothing to report", "dim")]
-    validation = not seen.samples("rollouts").steps()
+    validation = bool(seen.samples("validation").steps())
+    validation = validation and (seen.is_sft or not seen.samples("rollouts").steps())
     if samples and seen.samples("validation" if validation else "rollouts").steps():
-        args = argparse.Namespace(step=None, best=1, worst=1, grep=None, uid=None, val=validation, limit=None)
+        scored = None if seen.is_sft and not validation else 1  # rows to learn from have no score
+        args = argparse.Namespace(
+            step=None, best=scored, worst=scored, grep=None, uid=None, val=validation, limit=1
+        )
         others = "--best, --worst, --step, --grep, --id and --val show others"
         blocks.append(styled(f"\nsamples ({others})", "bold"))
         blocks += [sample_text(title, row, 400) for title, row in choose_samples(seen, args)]

@@ -70,6 +70,7 @@ class RunData:
                 "total_steps": self.run.total_steps,
                 "kind": "offline" if self.run.is_sft else "rl",
                 "results": results(self.run),
+                "score": "log-prob" if self.run.is_sft and not self.run.get("algorithm") else "reward",
                 "parent": self.parent.id if self.parent else None,
                 "parent_name": self.lineage.parent_name if self.lineage else None,
                 "fork_step": self.lineage.step if self.lineage else None,

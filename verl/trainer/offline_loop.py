@@ -16,7 +16,7 @@ from verl.checkpoint import CheckpointManager
 from verl.config.model_path import vocabulary_size
 from verl.config.parallelism import world_size
 from verl.config.schema import DPOConfig, PreferenceConfig, RewardTrainingConfig
-from verl.data.offline_dataset import PreferenceDataset, SFTDataset, use_of
+from verl.data.offline_dataset import PreferenceDataset, SFTDataset, readable_rows, use_of
 from verl.data.tokenizer import load_tokenizer, warn_of_vocabulary
 from verl.errors import ConfigError
 from verl.observe.diagnoses import Finding, read_findings
@@ -31,11 +31,17 @@ from verl.workers.preference import PreferenceRole
 from verl.workers.rank import JoinedRank, RankSetup
 
 if TYPE_CHECKING:
+    import torch
+
     from verl.config.schema import OfflineConfig
     from verl.config.sections.trainer import OfflineTrainerConfig
     from verl.data.loader import Loader
     from verl.data.proto import DataProto
     from verl.watchdog import StackWatchdog
+
+
+SAMPLES = 64
+"""Answers of a validation that are written for people."""
 
 
 @dataclass
@@ -81,6 +87,8 @@ class Update:
     findings: Sequence[Finding] = ()
     failure: str | None = None
     """Why the last checkpoint that could not be saved was not."""
+    samples: Mapping[str, list[dict[str, Any]]] = field(default_factory=dict)
+    """Rows to read, by the folder they belong into: `rollouts` of the first step, `validation`."""
 
 
 def timed(batches: Iterable[DataProto]) -> Iterator[tuple[DataProto, dict[str, float]]]:
@@ -178,6 +186,7 @@ class OfflineLoop:
         self.early_stop = EarlyStop.from_config(cfg.trainer)
         self.repeat_to = repeat_to
         self.health = HealthMonitor(cfg)
+        self._samples: dict[str, list[dict[str, Any]]] = {}
         self._watchdog = watchdog
 
     def run(self) -> Iterator[Update]:
@@ -203,6 +212,9 @@ class OfflineLoop:
             for batch, waited in timed(self.data.train):
                 self.step_number += 1
                 live.begin_step(self.step_number)
+                # What is trained on does not depend on the step: once shows the template and what is learned.
+                rows = self._readable(batch) if self.step_number == 1 else []
+                self._samples = {"rollouts": rows} if rows else {}
                 with profiled(trainer.profile, self.step_number, self.role.rank, self.run_folder):
                     last = {**self.step(batch), **waited}
                 # All ranks must take the same branch: they agree whether a signal reached one of them.
@@ -218,7 +230,7 @@ class OfflineLoop:
                 if self.due(trainer.save_freq) or ending or improved:
                     last |= self.save(last, found)
                 ending = ending or self.step_number == self.repeat_to
-                yield Update(self.step_number, last, self.saved_step, findings=found)
+                yield Update(self.step_number, last, self.saved_step, findings=found, samples=self._samples)
                 if ending:
                     break
         if self.checkpoints.wait() is not None:
@@ -251,10 +263,22 @@ class OfflineLoop:
         timer = Timer()
         sums: dict[str, float] = {}
         with timer("testing"), self._serving("validate"):
+            samples: list[dict[str, Any]] = []
             for batch in self.data.val:
-                for name, value in self.role.evaluate(batch).items():
+                found, scores = self.role.evaluate(batch)
+                if len(samples) < SAMPLES:
+                    samples += self._readable(batch, scores)
+                for name, value in found.items():
                     sums[name] = sums.get(name, 0.0) + value
+        if samples:
+            self._samples["validation"] = samples[:SAMPLES]
         return {**self.role.validation_metrics(sums), **timer.metrics()}
+
+    def _readable(self, batch: DataProto, scores: torch.Tensor | None = None) -> list[dict[str, Any]]:
+        """The first rows of a batch for people; on the rank that reports them."""
+        if self.role.rank > 0:
+            return []
+        return readable_rows(batch, self.data.tokenizer, SAMPLES, scores)
 
     def judge(self, metrics: dict[str, float]) -> bool:
         """With `early_stop_patience`: whether this validation is the best so far. All ranks agree, as a checkpoint or

@@ -6,13 +6,13 @@ const Group = (() => {
   const chosen = { colour: "", layout: "columns", order: "line" };
   const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
 
-  function facts(rows) {
+  function facts(rows, name) {
     const scores = rows.map((row) => row.score).filter((score) => typeof score === "number");
     const count = rows.length === 1 ? "one response" : `${number(rows.length)} responses`;
-    if (!scores.length) return `${count} without a reward`;
-    if (rows.length === 1) return `${count}, reward ${number(scores[0])}`;
+    if (!scores.length) return `${count} without a ${name}`;
+    if (rows.length === 1) return `${count}, ${name} ${number(scores[0])}`;
     const average = mean(scores), spread = Math.sqrt(mean(scores.map((score) => (score - average) ** 2)));
-    return `${count}, reward ${number(average)} ± ${number(spread)}, from ${number(Math.min(...scores))} to ${number(Math.max(...scores))}`;
+    return `${count}, ${name} ${number(average)} ± ${number(spread)}, from ${number(Math.min(...scores))} to ${number(Math.max(...scores))}`;
   }
 
   const ORDERS = { line: (a, b) => a.line - b.line, score: (a, b) => (b.score === null ? -Infinity : b.score) - (a.score === null ? -Infinity : a.score) || a.line - b.line, length: (a, b) => a.length - b.length || a.line - b.line };
@@ -33,7 +33,7 @@ const Group = (() => {
       const limit = colour ? Tokens.limitOf(colour, group.rows) : 1;
       const rows = [...group.rows].sort(ORDERS[chosen.order]);
       columns.classList.toggle("stacked", chosen.layout === "stacked");
-      fill(columns, rows.map((row) => ResponseCard.card(row, { colour, limit, number: group.rows.indexOf(row) + 1, prompt: !samePrompt })));
+      fill(columns, rows.map((row) => ResponseCard.card(row, { colour, limit, number: group.rows.indexOf(row) + 1, prompt: !samePrompt, score: run.score })));
       fill(legend, colour ? Tokens.legend(colour, limit) : null);
       focus(at, false);
     }
@@ -61,11 +61,11 @@ const Group = (() => {
     return {
       element: h("div", { class: "group" },
         h("div", { class: "row" }, h("a", { href: href("rollouts", { run: run.id, kind }) }, "← ", kind === "validation" ? "Validation" : "Training"), h("strong", {}, `step ${number(group.step)}`),
-          h("span", {}, facts(group.rows)), h("code", { class: "muted wide-only" }, group.uid), h("span", { class: "grow" }),
+          h("span", {}, facts(group.rows, run.score)), h("code", { class: "muted wide-only" }, group.uid), h("span", { class: "grow" }),
           h("button", { type: "button", onclick: () => move(-1) }, "Previous ", h("kbd", { class: "wide-only" }, "k")), h("button", { type: "button", onclick: () => move(1) }, "Next ", h("kbd", { class: "wide-only" }, "j"))),
         samePrompt && first ? h("div", { class: "card prompt", style: { margin: "10px 0" } }, ResponseCard.prompt(first.prompt), ResponseCard.field("ground truth", first.ground_truth)) : null,
         h("div", { class: "row", style: { margin: "10px 0" } }, kinds.length ? colours : null, legend, h("span", { class: "grow" }), order, layout),
-        group.tokens ? null : group.tokens_note ? h("p", { class: "muted" }, group.tokens_note) : null, columns),
+        group.tokens || run.kind === "offline" ? null : group.tokens_note ? h("p", { class: "muted" }, group.tokens_note) : null, columns),
       shown: () => focus(at),
       key(name) {
         if (name === "ArrowRight") focus(at + 1); else if (name === "ArrowLeft") focus(at - 1);

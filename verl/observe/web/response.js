@@ -39,32 +39,33 @@ const ResponseCard = (() => {
     return h("p", { class: "turn final" }, h("strong", {}, `final reward ${signed(row.score - own)}`), turns.length ? h("span", { class: "muted" }, ` and of its turns ${signed(own)}: ${number(row.score)} in all`) : null);
   }
 
-  function scores(row) {
-    const tone = row.score === null ? "muted" : row.score > 0 ? "good" : "bad";
+  function scores(row, name) {
+    const tone = name === "log-prob" ? "" : row.score > 0 ? "good" : "bad";
     return [
-      h("span", { class: `score ${tone}`, title: "reward" }, number(row.score)),
+      typeof row.score === "number" ? h("span", { class: `score ${tone}`, title: name === "log-prob" ? "mean log-probability of a token" : name }, number(row.score)) : null,
       typeof row.advantage === "number" ? h("span", { class: `advantage ${row.advantage > 0 ? "good" : row.advantage < 0 ? "bad" : "muted"}`, title: "advantage, mean over the tokens" }, `adv ${signed(row.advantage)}`) : null,
       h("span", { class: "muted" }, `${number(row.length)} tokens`),
       row.finish_reason ? h("span", { class: row.finish_reason === "length" ? "badge stopped" : "badge" }, row.finish_reason) : null,
+      row.extra && row.extra.answer ? h("span", { class: `badge ${row.extra.answer === "chosen" ? "finished" : "crashed"}` }, row.extra.answer) : null,
     ];
   }
 
   function extras(row) {
-    const entries = Object.entries(row.extra || {});
+    const entries = Object.entries(row.extra || {}).filter(([name]) => name !== "answer");
     if (!entries.length) return null;
     return h("div", { class: "field row" }, entries.map(([name, value]) => h("span", { class: "muted" }, `${name} `, h("span", { class: "mono" }, text(value)))));
   }
 
   /**
    * @param {Object} row a row of a group
-   * @param {{colour: string, limit: number, number: number, prompt: boolean}} options
+   * @param {{colour: string, limit: number, number: number, prompt: boolean, score: string}} options
    */
   function card(row, options) {
     const coloured = options.colour && row.tokens && row.tokens[options.colour] !== null && row.tokens[options.colour] !== undefined;
     const body = coloured ? Tokens.view(row.tokens, options.colour, options.limit)
       : row.turns && row.turns.length ? [row.turns.map(turnCard), finalReward(row)] : h("p", { class: "text" }, row.response === "" ? EMPTY() : row.response);
     return h("article", { class: "card response", "data-line": row.line },
-      h("header", {}, options.number ? h("span", { class: "muted" }, `#${options.number}`) : null, scores(row)),
+      h("header", {}, options.number ? h("span", { class: "muted" }, `#${options.number}`) : null, scores(row, options.score)),
       h("div", { class: "body" }, row.error ? h("p", { class: "error" }, plain(row.error)) : null,
         options.prompt ? [prompt(row.prompt), field("ground truth", row.ground_truth)] : null,
         options.prompt ? h("h3", {}, row.turns && row.turns.length ? "conversation" : "response") : null, h("div", { class: "answer" }, body), extras(row)));

@@ -32,7 +32,7 @@ const Rollouts = (() => {
   }
 
   /** [key to sort by, heading, width, cell] of the columns; narrow screens get the first ones. */
-  function columnsOf(table, mode, found) {
+  function columnsOf(run, table, mode, found) {
     const narrow = matchMedia("(max-width: 640px)").matches;
     const scores = Table.range(table.score);
     const cell = (value, more = "") => h("span", { class: `num ${more}` }, value);
@@ -40,7 +40,7 @@ const Rollouts = (() => {
       const groups = found.groups;
       return [
         ["step", "step", "52px", (g) => cell(number(groups.step[g]))],
-        ["mean", "reward", "96px", (g) => cell(meter(groups.mean[g], scores), "metered")],
+        ["mean", run.score, "96px", (g) => cell(meter(groups.mean[g], scores), "metered")],
         ["std", "spread", "60px", (g) => cell(number(groups.std[g]))],
         ["n", "n", "34px", (g) => cell(number(groups.n[g]))],
         ["length", "tokens", "60px", (g) => cell(number(Math.round(groups.length[g])))],
@@ -51,10 +51,10 @@ const Rollouts = (() => {
     const turns = table.turns.some((value) => value > 1);
     return [
       ["step", "step", "52px", (r) => cell(number(table.step[r]))],
-      ["score", "reward", "96px", (r) => cell(meter(table.score[r], scores), "metered")],
-      ["advantage", "adv", "62px", (r) => cell(signed(table.advantage[r]))],
+      ["score", run.score, "96px", (r) => cell(meter(table.score[r], scores), "metered")],
+      ...(run.kind === "offline" ? [] : [["advantage", "adv", "62px", (r) => cell(signed(table.advantage[r]))]]),
       ["length", "tokens", "56px", (r) => cell(number(table.length[r]))],
-      ["finish", "finish", "minmax(56px, 80px)", (r) => h("span", { class: table.error[r] ? "bad" : "" }, table.error[r] ? "error" : table.names.finish[table.finish[r]])],
+      ...(table.names.finish.join("") === "" && !table.error.includes(1) ? [] : [["finish", run.kind === "offline" ? "answer" : "finish", "minmax(56px, 80px)", (r) => h("span", { class: table.error[r] ? "bad" : "" }, table.error[r] ? "error" : table.names.finish[table.finish[r]])]]),
       ...(narrow ? [] : [
         ...(turns ? [["turns", "turns", "44px", (r) => cell(number(table.turns[r]))]] : []),
         ...(table.names.source.length > 1 ? [["source", "source", "minmax(50px, 110px)", (r) => h("span", {}, table.names.source[table.source[r]])]] : []),
@@ -89,8 +89,14 @@ const Rollouts = (() => {
     return null;
   }
 
+  /** What is opened first: training, or where that is empty or its rows were given, validation. */
+  async function usualKind(run) {
+    const [training, validation] = await Promise.all(["rollouts", "validation"].map((kind) => tableOf(run, kind)));
+    return validation.count && (run.kind === "offline" || !training.count) ? "validation" : "rollouts";
+  }
+
   async function page({ run, params, go }) {
-    const kind = params.get("kind") === "validation" ? "validation" : "rollouts";
+    const kind = params.get("kind") || await usualKind(run);
     const state = stateOf(run, kind);
     let table = await tableOf(run, kind), rowAt = Table.rowFinder(table);
     let found = null, columns = [], ticket = { cancelled: false };
@@ -107,7 +113,7 @@ const Rollouts = (() => {
         if (list.chosen() !== position) return;
         const own = group.rows.find((each) => each.line === table.line[row]) || group.rows[0];
         fill(pane, h("div", { class: "row", style: { "margin-bottom": "8px" } }, h("strong", { class: "grow" }, `step ${number(step)}`), h("button", { type: "button", onclick: () => open(position) }, `Open group of ${group.rows.length} `, h("kbd", {}, "enter"))),
-          ResponseCard.card(own, { colour: "", prompt: true }));
+          ResponseCard.card(own, { colour: "", prompt: true, score: run.score }));
       } catch (error) {
         fill(pane, Dom.empty(error.message));
       }
@@ -133,7 +139,7 @@ const Rollouts = (() => {
       const began = performance.now();
       found = query(table, state);
       listed = { key: `${run.id}/${kind}`, table, found };
-      columns = columnsOf(table, state.mode, found);
+      columns = columnsOf(run, table, state.mode, found);
       drawHead();
       filters.draw();
       list.set(found.items.length, keep < found.items.length ? keep : -1);
@@ -170,7 +176,7 @@ const Rollouts = (() => {
     }
 
     function build() {
-      filters = Filters.make(table, state, { changed, search });
+      filters = Filters.make(run, table, state, { changed, search });
       fill(filterBox, filters.element);
     }
 
@@ -192,7 +198,7 @@ const Rollouts = (() => {
       table.left_out ? h("p", { class: "muted left-out" }, table.left_out) : null,
       h("div", { class: "split" }, h("div", { class: "card list" }, head, list.element, h("div", { class: "status" }, status, timing)), pane));
     return {
-      element: table.count ? element : h("div", {}, kinds, Dom.empty("No response was recorded.")), refresh,
+      element: table.count ? element : h("div", {}, kinds, Dom.empty(table.left_out || (run.kind === "offline" ? `No sample was recorded: there are those of ${kind === "validation" ? "each validation (data.val_files)" : "the first step"}.` : "No response was recorded."))), refresh,
       shown() {
         update(state.chosen);
         fill(pane, Dom.empty("Choose a response."));
