@@ -112,8 +112,9 @@ class RLLoop:
             self.step_number += 1
             live.begin_step(self.step_number)
             try:
-                with self.workers.profile(self.step_number, self.run_folder.path):
+                with self.workers.profile(self.step_number, self.run_folder.path) as measured:
                     last = self.step()
+                last |= measured
                 complete = self.step_number
                 ending = self.step_number == self.total_steps
                 if self.due(trainer.test_freq) or ending:

@@ -215,8 +215,10 @@ class OfflineLoop:
                 # What is trained on does not depend on the step: once shows the template and what is learned.
                 rows = self._readable(batch) if self.step_number == 1 else []
                 self._samples = {"rollouts": rows} if rows else {}
-                with profiled(trainer.profile, self.step_number, self.role.rank, self.run_folder):
+                profile = profiled(trainer.profile, self.step_number, self.role.rank, self.run_folder)
+                with profile as measured:
                     last = {**self.step(batch), **waited}
+                last |= measured
                 # All ranks must take the same branch: they agree whether a signal reached one of them.
                 ending = self.role.on_any_rank(self.stop_requested) or self.step_number == total
                 improved = False
