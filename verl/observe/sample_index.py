@@ -244,8 +244,9 @@ def model_turns(sample: dict[str, Any]) -> list[dict[str, Any]]:
 
 def preview(text: str) -> str:
     """A text on one line without a chat template's markers; of a long one its start and its end, where answers are."""
-    parts = [text] if len(text) <= 4096 else [text[:2048], text[-2048:]]
-    words = " … ".join(" ".join(_MARKER.sub(" ", part).split()) for part in parts)
+    parts = [text] if len(text) <= 4 * PREVIEW else [text[: 2 * PREVIEW], text[-2 * PREVIEW :]]
+    parts = [_MARKER.sub(" ", part) if "<|" in part else part for part in parts]
+    words = " … ".join(" ".join(part.split()) for part in parts)
     half = PREVIEW // 2
     return words if len(words) <= PREVIEW else f"{words[:half].rstrip()} … {words[-half:].lstrip()}"
 

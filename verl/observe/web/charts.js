@@ -111,6 +111,7 @@ const Charts = (() => {
       if (!visible) return;
       const [lines, options] = given;
       shown = drawn(lines, options);
+      element.classList.toggle("several", lines.length > 2);
       if (plot) plot.destroy();
       plot = null;
       if (!shown.length || shown.every((line) => !line.ys.some((y) => y !== null))) {

@@ -7,8 +7,8 @@ const Config = (() => {
 
   function table(heads, rows) {
     return h("table", { class: "keys mono" }, h("thead", {}, h("tr", {}, heads.map((head) => h("th", {}, head)))),
-      h("tbody", {}, rows.map(([key, ...values]) => h("tr", {}, h("td", {}, key),
-        values.map((value, i) => h("td", { class: values.length < 2 ? "" : i ? "new" : "old" }, value === undefined ? "–" : text(value)))))));
+      h("tbody", {}, rows.map(([key, ...values]) => h("tr", {}, h("td", {}, Dom.breakable(key)),
+        values.map((value, i) => h("td", { class: values.length < 2 ? "" : i ? "new" : "old" }, value === undefined ? "–" : Dom.breakable(text(value))))))));
   }
 
   /** Keys whose values differ between two runs. */

@@ -102,8 +102,8 @@ const Dom = (() => {
     return element;
   }
 
-  /** A path or a name with slashes, which breaks after a slash before it breaks elsewhere. */
-  const breakable = (value) => String(value).split("/").flatMap((part, i) => (i ? ["/", h("wbr"), part] : [part]));
+  /** A path or a key, which breaks between its parts before it breaks elsewhere. */
+  const breakable = (value) => String(value).split(/(?<=[/._])/).flatMap((part, i) => (i ? [h("wbr"), part] : [part]));
 
   const percent = (share) => `${(100 * share).toFixed(share < 0.0995 ? 1 : 0)} %`;
 

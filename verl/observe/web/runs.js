@@ -58,7 +58,7 @@ const Runs = (() => {
 
   const sorting = { by: null, down: true };
   const MARKS = { reward: "of the newest step", validation: "mean of the main scores, newest", validation_first: "of the first validation", loss: "of the newest step", validation_loss: "newest", accuracy: "share of held-out pairs, newest", step_seconds: "of the newest steps, with validation and checkpoints" };
-  const RESULTS = [["reward", "reward"], ["validation_first", "validation at first"], ["validation", "validation"], ["loss", "loss"], ["validation_loss", "validation loss"], ["accuracy", "accuracy"], ["step_seconds", "s per step"]];
+  const RESULTS = [["reward", "reward"], ["validation", "validation"], ["validation_first", "at first"], ["loss", "loss"], ["validation_loss", "validation loss"], ["accuracy", "accuracy"], ["step_seconds", "s per step"]];
   const LOW_IS_BEST = ["loss", "validation_loss", "step_seconds"];
 
   /** Runs with their depth: forks below the run they came from. */
