@@ -9,6 +9,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 import pytest
@@ -26,8 +28,15 @@ VIEWS = (
     ("timeline?run=0", "#bar"),
     ("config?run=0", ".keys"),
     ("rollouts?run=0", ".space .line"),
-    ("group?run=0&kind=rollouts&step=1&uid=0", ".response"),
+    ("group", ".response"),
 )
+
+
+def group_of(row: dict[str, Any], step: int) -> str:
+    """The address of the group that a row of a step belongs to."""
+    return f"group?run=0&kind=rollouts&step={step}&uid={quote(row['uid'])}"
+
+
 pytestmark = [
     pytest.mark.slow(seconds=15),
     pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed"),
@@ -111,7 +120,7 @@ def test_markup_in_a_run_is_shown_as_text_and_does_not_run(tab: Page, tmp_path: 
     tab.open(report.as_uri())
     seen = tab.text("main")
     for view, ready in VIEWS:
-        tab.go(view, ready)
+        tab.go(group_of(samples[1][0], 1) if view == "group" else view, ready)
         seen += tab.text("main")
         assert (
             tab.value("document.querySelectorAll('main img, main b:not(.readout b), main script').length")
@@ -141,7 +150,7 @@ def test_tokens_are_coloured_by_their_numbers_and_a_fork_continues_its_parent(
     columns = {name: np.tile(values, N) for name, values in row.items()}
     TokenTable([b"one ", b"<b>two</b>", b"\n"], [3] * N, columns).write(fork / "rollouts" / "3.parquet")
     tab.open(write_report(fork, outside=True).as_uri())
-    tab.go("group?run=0&kind=rollouts&step=3&uid=0", ".response")
+    tab.go(group_of(samples[3][0], 3), ".response")
     tab.click(".colours [data-value=ratio]")
     tab.until("document.querySelectorAll('.response:first-child .tokens span').length === 3")
     assert tab.texts(".response:first-child .tokens span") == ["one ", "<b>two</b>", "\n"]
@@ -150,12 +159,14 @@ def test_tokens_are_coloured_by_their_numbers_and_a_fork_continues_its_parent(
     assert "240, 140, 20" in higher and "60, 110, 235" in lower and same not in (higher, lower)
     tab.hover(".tokens span:nth-child(2)")
     assert "ratio" in tab.text("#tip") and "+0.5" in tab.text("#tip")
-    tab.go("curves?run=0", ".curve .u-over")
+    tab.go("curves?run=0&with=0", ".curve .u-over")
     tab.hover("[data-metric='reward/mean'] .u-over", 0.0)
     tab.until("document.querySelector('.readout').textContent.includes('step 1')")  # of the parent: 1 / 8
     assert tab.text("[data-metric='reward/mean'] .readout b") == "0.125"
-    tab.go("runs?run=0", ".tree .tree a")
-    assert tab.texts(".tree .tree a")[0] == "p/fork" and not tab.problems
+    tab.go("runs?run=0", ".runs a")
+    depths = tab.value("[...document.querySelectorAll('.runs tbody tr')].map(e => e.dataset.depth)")
+    assert tab.texts(".runs td:first-child > a") == ["p/parent", "p/fork"] and depths == ["0", "1"]
+    assert not tab.problems
 
 
 def test_long_names_make_no_page_wider_than_the_screen(tab: Page, tmp_path: Path) -> None:
@@ -165,7 +176,7 @@ def test_long_names_make_no_page_wider_than_the_screen(tab: Page, tmp_path: Path
     for width in (1300, 420):
         tab.open(report.as_uri(), width=width)
         for view, ready in VIEWS:
-            tab.go(view, ready)
+            tab.go(group_of(samples[1][0], 1) if view == "group" else view, ready)
             parts = "[...document.querySelectorAll('main, header, .card')]"
             wide = tab.value(
                 f"{parts}.filter(e => e.scrollWidth > e.clientWidth + 1).map(e => e.outerHTML.slice(0, 99))"
@@ -240,13 +251,146 @@ def test_a_conversation_has_its_tool_turns_folded(tab: Page, tmp_path: Path) -> 
         {"role": "tool", "content": "the sum is <b>6</b>"},
         {"role": "assistant", "content": "It is 6."},
     ]  # fmt: skip
-    run = write_run(tmp_path / "p" / "run", {1: [sample(1, 0) | {"turns": turns, "response": "all of it"}]})
+    row = sample(1, 0) | {"turns": turns, "response": "all of it", "score": 1.25}
+    run = write_run(tmp_path / "p" / "run", {1: [row]})
     tab.problems.clear()
     tab.open(write_report(run).as_uri())
-    tab.go("group?run=0&kind=rollouts&step=1&uid=0", ".response")
+    tab.go(group_of(sample(1, 0), 1), ".response")
     assert "all of it" not in tab.text("main") and "reward 0.5" in tab.text("main")
+    assert tab.text(".final") == "final reward +0.75 and of its turns +0.5: 1.25 in all"
     assert tab.texts(".turn.assistant > .text") == ["I ask", "It is 6."]
     assert tab.texts("details.turn.tool > .text:not(.mono)") == ["the sum is <b>6</b>"]
     assert tab.value("[...document.querySelectorAll('details.turn.tool')].map(e => e.open)") == [False, False]
     tab.click(".answer > details.turn.tool > summary")
     assert tab.value("document.querySelector('.answer > details.turn.tool').open") and not tab.problems
+
+
+def write_metrics(run: Path, rows: list[dict[str, float]]) -> None:
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_a_curve_of_zeros_has_an_axis_to_one_and_steps_are_whole(tab: Page, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "p" / "run", {1: [sample(1, 0)]})
+    write_metrics(run, [{"step": step, "actor/ppo_kl": 0.0, "reward/mean": step} for step in (1, 2, 3)])
+    tab.problems.clear()
+    tab.open(write_report(run).as_uri())
+    ranges = "JSON.stringify([Charts.rangeOfY(null, 0, 0), Charts.rangeOfY(null, 2, 2)])"
+    zeros, constant = json.loads(tab.value(ranges))
+    assert zeros == [0, 1] and constant[0] <= 0 < 2 < constant[1] <= 4
+    tab.until("document.querySelector(\"[data-metric='actor/ppo_kl'] canvas\")")
+    assert tab.text("[data-metric='actor/ppo_kl'] .readout") == "0" and not tab.problems
+
+
+def test_the_text_of_a_metric_is_shown_at_its_name(tab: Page, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "p" / "run", {1: [sample(1, 0)]})
+    tab.open(write_report(run).as_uri())
+    tab.hover("[data-metric='reward/mean'] .title")
+    tab.until("!document.getElementById('tip').hidden")
+    assert "Mean score of the responses of this step" in tab.text("#tip")
+
+
+def test_ticks_of_the_timeline_differ_and_a_phase_has_one_colour(tab: Page, tmp_path: Path) -> None:
+    colours = []
+    for name, gen, other in (("first", 1.0, 0.2), ("second", 0.2, 1.0)):
+        run = write_run(tmp_path / "p" / name, {1: [sample(1, 0)]})
+        times = {"timing_s/gen": gen, "timing_s/update_actor": other, "timing_s/step": 2.0}
+        write_metrics(run, [{"step": step, **times, "perf/gpu_busy": 0.83} for step in range(1, 91)])
+        tab.open(write_report(run).as_uri())
+        tab.go("timeline?run=0", "canvas")
+        for _ in range(9):
+            ticks = tab.value("document.querySelector('canvas').dataset.ticks").replace(" s", "s").split()
+            assert len(ticks) >= 2 and len(set(ticks)) == len(ticks), ticks
+            tab.press("+")
+        parts = "[...document.querySelectorAll('.stack i')]"
+        paint = "[e.dataset.phase, [e.style.backgroundColor, Number(e.style.flexGrow)]]"
+        colours.append(tab.value(f"Object.fromEntries({parts}.map(e => {paint}))"))
+        assert {each: round(share, 3) for each, (_, share) in colours[-1].items()} == {
+            "gen": gen / 2, "update_actor": other / 2, "other": 0.4}  # fmt: skip
+    assert "GPU busy 83 %" in tab.text(".steptime")
+    assert {each: paint for each, (paint, _) in colours[0].items()} == {
+        each: paint for each, (paint, _) in colours[1].items()
+    }
+    shown = tab.value(
+        "[[0.5, 0.1], [59.5, 0.5], [150, 10], [150.5, 0.5], [3725, 5]].map(e => Timeline.clock(...e))"
+    )
+    assert shown == ["0.5 s", "59.5 s", "2:30", "2:30.5", "1:02:05"]
+
+
+def test_the_list_of_responses_has_their_words_and_of_groups_those_of_the_prompt(
+    tab: Page, tmp_path: Path
+) -> None:
+    long = {"response": f"<|im_start|>It begins{' and goes on' * 40} with 42<|im_end|>"}
+    rows = [sample(1, line) | (long if line == 0 else {}) for line in range(N)]
+    for width in (1300, 420):
+        tab.open(write_report(write_run(tmp_path / str(width) / "run", {1: rows})).as_uri(), width=width)
+        tab.go("rollouts?run=0", ".space .line")
+        shown = tab.texts(".space .line .peek")
+        assert shown[1:] == [f"answer {k} to 0" for k in (6, 5, 4, 3, 2, 1)] + [shown[-1]]
+        assert shown[-1].startswith("It begins and") and shown[-1].endswith("goes on with 42")
+        tab.click("[data-value=groups]")
+        tab.until("document.querySelectorAll('.space .line').length === 1")
+        assert tab.texts(".space .line .peek") == ["question 0 of step 1"]
+
+
+def test_a_crash_is_told_once(tab: Page, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "p" / "run", {1: [sample(1, 0)], 2: [sample(2, 0)]})
+    (run / "crash.txt").write_text("RuntimeError: lost\nline 2\n\nWhat to do: start again\n\nWhen: now\n")
+    tab.open(write_report(run).as_uri())
+    seen = tab.text("main")
+    assert seen.count("RuntimeError: lost") == seen.count("start again") == 1
+    assert "crashed after step 2" in tab.text(".facts")
+
+
+def test_several_runs_are_all_drawn_and_ranked_by_what_they_reached(tab: Page, tmp_path: Path) -> None:
+    runs = []
+    for name, validation, loss in (("a", 0.5, None), ("b", 0.9, None), ("c", None, 0.25), ("d", 0.7, None)):
+        runs.append(write_run(tmp_path / "p" / name, {1: [sample(1, 0)]}))
+        score = {"train/loss": loss} if validation is None else {"val-core/x/acc/mean@1": validation}
+        write_metrics(runs[-1], [{"step": 1, "reward/mean": 0.5, **score}])
+    tab.problems.clear()
+    tab.open(write_report(runs[0], others=runs[1:]).as_uri())
+    tab.go("curves?run=0", ".curve .u-over")
+    assert tab.value("[...document.querySelectorAll('.legend input')].map(e => e.checked)") == [True] * 4
+    tab.until("document.querySelectorAll(\"[data-metric='reward/mean'] .readout .dot\").length === 4")
+    tab.go("runs?run=0", ".runs")
+    names = ".runs td:first-child > a"
+    assert tab.texts(names) == ["p/a", "p/b", "p/c", "p/d"]
+    tab.click("[data-sort=validation]")
+    assert tab.texts(names) == ["p/b", "p/d", "p/a", "p/c"]  # without a number last
+    assert tab.texts("[data-result=validation]") == ["0.9", "0.7", "0.5", "–"]
+    assert tab.texts("[data-result=validation].best") == ["0.9"]
+    tab.click("[data-sort=validation]")
+    assert tab.texts(names) == ["p/a", "p/d", "p/b", "p/c"]
+    tab.click("[data-sort=given]")
+    assert tab.texts(names) == ["p/a", "p/b", "p/c", "p/d"] and not tab.problems
+
+
+def test_an_address_of_a_prompt_that_is_not_there_leads_back_to_the_list(tab: Page, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "p" / "run", {1: [sample(1, line) for line in range(N)]})
+    tab.open(write_report(run).as_uri())
+    for address in ("step=1&uid=9-9", "step=7&uid=1-0"):
+        tab.go(f"group?run=0&kind=rollouts&{address}", ".empty a")
+        tab.click(".empty a")
+        tab.until("main.dataset.page === 'rollouts' && document.querySelector('.space .line')")
+
+
+def test_pairs_that_were_given_are_shown_as_samples_of_validation(tab: Page, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "p" / "run", {1: [sample(1, 0) | {"score": None}]})
+    (run / "config.yaml").write_text(json.dumps({"model": {"path": "m"}, "algorithm": {"loss": "dpo"}}))
+    pairs = [
+        {"uid": "7", "prompt": "why?", "response": side, "score": score, "length": 2, "answer": side}
+        for side, score in (("chosen", 0.5), ("rejected", -0.25))
+    ]
+    (run / "validation").mkdir()
+    (run / "validation" / "2.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    tab.problems.clear()
+    tab.open(write_report(run).as_uri())
+    assert "Samples" in tab.texts("nav a") and "Rollouts" not in tab.texts("nav a")
+    tab.go("rollouts?run=0", ".space .line")
+    assert tab.texts(".line.head button") == ["step ↓", "reward", "tokens", "answer", "id"]
+    assert tab.texts(".space .line .peek") == ["rejected", "chosen"]
+    tab.fill("[data-filter=finish]", "0", "change")
+    tab.until("document.querySelector('.found').dataset.found === '1'")
+    tab.go("group?run=0&kind=validation&step=2&uid=7", ".response")
+    assert tab.texts(".response .badge") == ["chosen", "rejected"]
+    assert tab.texts(".response .score") == ["0.5", "-0.25"] and not tab.problems

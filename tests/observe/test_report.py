@@ -119,6 +119,6 @@ def test_a_report_of_an_empty_run_has_no_step_and_no_sample(tmp_path: Path) -> N
     with RunFolder(tmp_path / "run") as run:
         run.write_config({"a": 1})
     data = report_data(write_report(tmp_path / "run"))
-    assert data["run/0/metrics.json"] == {"step": [], "series": {}, "shown": []}
+    assert data["run/0/metrics.json"] == {"step": [], "series": {}, "shown": [], "about": {}}
     assert data["run/0/index/rollouts.json"]["count"] == 0 and data["run/0/timeline.json"]["spans"] == []
     assert data["runs.json"]["runs"][0]["state"] == "waiting"

@@ -18,7 +18,7 @@ from tests.report_data import report_data
 from tests.tiny_run import read_metrics, tiny_run
 from verl import cli
 from verl.errors import VerlError
-from verl.observe.diagnoses import Finding
+from verl.observe.diagnoses import Finding, validation_summary
 from verl.observe.run_folder import RunFolder
 from verl.observe.run_reader import lock_owner, notices, open_run, state_of
 from verl.observe.terminal import while_read
@@ -183,6 +183,9 @@ def test_a_project_lists_its_runs_the_newest_first(
     code, out = view(older.parent)
     assert code == 0 and out.index("project/newer") < out.index("project/older")
     assert f"{STEPS}" in out and "finished" in out
+    rows = [row for row in read_metrics(older) if any(name.startswith("val-core/") for name in row)]
+    first, last = (validation_summary(row) for row in (rows[0], rows[-1]))
+    assert f"{first:.3g} -> {last:.3g}" in out
     above = view(older.parent.parent)[1]
     assert above.index("project/newer") < above.index("project/older")
 
@@ -564,6 +567,22 @@ def test_numbers_are_short_and_prompts_without_the_marks_of_templates(
     )
 
 
+def test_agents_numbers_are_shown_and_only_phases_that_take_time(
+    copied: Callable[..., Path], view: Callable[..., tuple[int, str]]
+) -> None:
+    run = copied()
+    agents = {"agents/turns/mean": 3.0, "tools/calls/all": 4.0, "tools/failed/all": 0.0}
+    times = {"timing_s/step": 10.0, "timing_s/gen": 8.0, "timing_s/adv": 0.01}
+    (run / "metrics.jsonl").write_text(json.dumps({"step": 1, **agents, **times}) + "\n")
+    first = {line.split(" ")[0] for line in view(run)[1].splitlines()}
+    assert first & (agents | times).keys() == {
+        "agents/turns/mean",
+        "tools/calls/all",
+        "timing_s/step",
+        "timing_s/gen",
+    }
+
+
 def test_a_conversation_is_shown_turn_by_turn(
     copied: Callable[..., Path], view: Callable[..., tuple[int, str]]
 ) -> None:
@@ -589,7 +608,7 @@ def test_a_conversation_is_shown_turn_by_turn(
         ["2", "tool", "the product is 6"],
         ["3", "assistant", "It is 6."],
     ]
-    assert "(reward 0.5)" in lines
+    assert "(reward 0.5)" in lines and "at the end  reward 1" in lines
     view(run, "--html")
     data = report_data(run / "report.html")
     groups = [chunk["groups"] for path, chunk in data.items() if path.startswith("run/0/groups/rollouts/")]

@@ -18,6 +18,7 @@ from tests.tiny_run import read_metrics, tiny_run
 from verl import cli
 from verl.config.load import from_dict, load_ppo_config, recorded
 from verl.config.schema import PPOConfig
+from verl.observe.diagnoses import validation_summary
 from verl.observe.report import write_report
 from verl.observe.run_facts import config_changes, default_config, flat_config
 from verl.observe.token_table import TokenFile
@@ -209,6 +210,56 @@ def test_a_search_finds_what_the_files_hold_in_any_case(parent: Path) -> None:
         assert bool(matches) == (word != "nowhere")
 
 
+def test_every_metric_of_a_run_is_described(parent: Path) -> None:
+    metrics = asker(parent)("run/0/metrics.json")
+    assert metrics["series"].keys() - metrics["about"].keys() == set()
+    assert "cut at the longest length" in metrics["about"]["response_length/clip_ratio"]
+
+
+def test_the_results_of_a_run_are_its_newest_numbers(parent: Path) -> None:
+    (run,), rows = asker(parent)("runs.json")["runs"], read_metrics(parent)
+    results, scores = run["results"], [validation_summary(row) for row in rows]
+    assert results["reward"] == rows[-1]["reward/mean"] and results["loss"] is None
+    assert [results["validation_first"], results["validation"]] == [scores[0], scores[-1]]
+
+
+def test_previews_are_the_words_of_the_texts(tmp_path: Path) -> None:
+    turns = [
+        {"role": "assistant", "content": "I ask"},
+        {"role": "tool", "content": "6"},
+        {"role": "assistant", "content": "six"},
+    ]
+    rows = [sample(1, line) for line in range(3)]
+    rows[1]["response"] = "<|im_start|>first" + 3000 * " many words" + " the last<|im_end|>\n"
+    rows[2] |= {"turns": [*turns, "no turn"], "response": "I ask6six"}
+    rows[2]["prompt"] = rows[0]["prompt"] = "<|user|>How\n\nmany?<|end|><|assistant|>"
+    index = asker(write_run(tmp_path / "p" / "run", {1: rows}))("run/0/index/rollouts.json")
+    assert index["turns"] == [0, 0, 2] and index["uid"]["prompts"] == ["How many?"]
+    assert index["text"][0] == "answer 0 to 0" and index["text"][2] == "I ask · six"
+    assert index["text"][1].startswith("first many") and index["text"][1].endswith("words the last")
+    assert len(index["text"][1]) <= 123
+
+
+def test_what_agents_did_is_shown_first_and_what_never_happened_is_not(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "p" / "run", {1: [sample(1, 0)]})
+    numbers = {
+        "agents/turns/mean": 3.0,
+        "agents/finish/turns": 0.5,
+        "agents/finish/abort": 0.0,
+        "actor/ppo_kl": 0.0,
+    }
+    numbers |= {
+        "tools/calls/all": 4.0,
+        "tools/failed/all": 1.0,
+        "tools/timeout/all": 0.0,
+        "tools/calls/add": 4.0,
+    }
+    (run / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward/mean": 1.0, **numbers}) + "\n")
+    shown = asker(run)("run/0/metrics.json")["shown"]
+    agents = ["agents/turns/mean", "agents/finish/turns", "tools/calls/all", "tools/failed/all"]
+    assert shown == ["reward/mean", *agents, "actor/ppo_kl"]
+
+
 # -- a fork, other runs, and damage -------------------------------------------------------------------------------
 
 
@@ -266,7 +317,11 @@ def test_a_crash_is_in_the_report_of_its_run(
     with pytest.raises(RuntimeError):
         train(load_ppo_config(tiny_run(tiny_model_dir, digits_data, folder=folder)))
     data = report_data(folder / "report.html")
-    assert "the device is lost" in data["run/0/summary.json"]["crash"]["cause"]
+    summary = data["run/0/summary.json"]
+    assert "the device is lost" in summary["crash"]["cause"]
+    assert dict(summary["facts"])["state"] == "crashed in the first step" and "fix" not in dict(
+        summary["facts"]
+    )
     assert data["runs.json"]["runs"][0]["state"] == "crashed"
 
 
@@ -278,9 +333,7 @@ def test_a_fork_whose_parent_is_gone_stands_alone(fork: Path, tmp_path: Path) ->
     assert run["parent"] is None and run["fork_step"] == 2 and run["parent_name"] == row["parent_name"]
 
 
-def test_a_run_of_fine_tuning_has_curves_and_a_timeline_and_no_responses(
-    tiny_model_dir: Path, tmp_path: Path
-) -> None:
+def test_a_run_of_fine_tuning_has_curves_a_timeline_and_samples(tiny_model_dir: Path, tmp_path: Path) -> None:
     rows = [{"messages": [{"role": "user", "content": f"repeat {i}"}, {"role": "assistant", "content": f"{i}"}]}
             for i in range(8)]  # fmt: skip
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -291,6 +344,7 @@ def test_a_run_of_fine_tuning_has_curves_and_a_timeline_and_no_responses(
         "trainer.device=cpu",
         "trainer.logger=[]",
         "trainer.total_training_steps=2",
+        f"data.val_files={tmp_path}/train.jsonl",
         f"trainer.default_local_dir={tmp_path}/project/sft",
     )
     assert cli.main(["sft", *keys]) == 0
@@ -300,7 +354,13 @@ def test_a_run_of_fine_tuning_has_curves_and_a_timeline_and_no_responses(
     written = read_metrics(tmp_path / "project" / "sft")
     assert ask("run/0/metrics.json")["series"]["train/loss"] == [row["train/loss"] for row in written]
     assert {span[4] for span in ask("run/0/timeline.json")["spans"]} >= {1, 2}
-    assert ask("run/0/index/rollouts.json")["count"] == ask("run/0/index/validation.json")["count"] == 0
+    trained, index = (ask(f"run/0/index/{kind}.json") for kind in ("rollouts", "validation"))
+    assert set(trained["step"]) == {1} and trained["count"] == 4 and trained["score"] == [None] * 4
+    assert index["text"] == [f"{i}" for i in range(8)] and set(index["step"]) == {2}
+    assert all(f"repeat {i}" in prompt for i, prompt in enumerate(index["uid"]["prompts"]))
+    tokens = index["length"]
+    mean = sum(score * count for score, count in zip(index["score"], tokens, strict=True)) / sum(tokens)
+    assert -mean == pytest.approx(written[-1]["val/loss"]) and run["score"] == "log-prob"
     changes = [key for key, *_ in ask("run/0/summary.json")["config_changes"]]
     assert "model.path" in changes and "data.train_batch_size" in changes
 

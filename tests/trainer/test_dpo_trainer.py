@@ -103,6 +103,25 @@ def test_every_loss_raises_the_margin(model, data, tmp_path, loss):
     assert ("val/kl" in rows[-1]) == ("train/kl" in rows[-1]) == (loss == "kto")
     assert (result.folder / CACHE_FILE).exists() == (loss not in REFERENCE_FREE)
     assert digest(model) == before
+    samples = [
+        json.loads(line) for line in (result.folder / "validation" / "4.jsonl").read_text().splitlines()
+    ]
+    assert [(row["uid"], row["answer"]) for row in samples] == [
+        (str(number), side) for number in range(6) for side in ("chosen", "rejected")
+    ]
+    for number, (chosen, rejected) in enumerate(zip(samples[::2], samples[1::2], strict=True)):
+        expected = pair(20 + number)
+        # The demo's tokenizer does not know the other words.
+        assert (chosen["response"], f"{rejected['response']} or so") == (
+            expected["chosen"],
+            expected["rejected"],
+        )
+        assert chosen["prompt"] == rejected["prompt"] and chosen["prompt"].endswith("<|assistant|>")
+    for side in ("chosen", "rejected"):
+        scores = [row["score"] for row in samples if row["answer"] == side]
+        assert sum(scores) / 6 == pytest.approx(rows[-1][f"val/{side}_reward"])
+    first = [json.loads(line) for line in (result.folder / "rollouts" / "1.jsonl").read_text().splitlines()]
+    assert len(first) == 16 and all(row["score"] is None for row in first)
 
 
 def test_the_first_step_is_that_of_plain_autograd(model, data, tmp_path, monkeypatch):

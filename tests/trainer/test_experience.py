@@ -377,4 +377,6 @@ def test_a_reward_that_cannot_be_submitted_ends_generation(tiny_tokenizer):
     experience.generate = generate
     columns = {"raw_prompt": ["?"], "prompt_text": ["?"]}
     with pytest.raises(RewardError, match="the pool is gone"):
-        experience.score(DataProto.from_dict(non_tensors=columns), GenerationSettings(SamplingParams(), n=4), Timer())
+        experience.score(
+            DataProto.from_dict(non_tensors=columns), GenerationSettings(SamplingParams(), n=4), Timer()
+        )

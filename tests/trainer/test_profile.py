@@ -7,6 +7,7 @@ import json
 import logging
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -130,3 +131,35 @@ def test_fine_tuning_is_profiled_and_its_data_says_which_steps_there_are(
     result = sft_trainer.run(sft(tiny_model_dir, data, tmp_path / "run", "trainer.profile.steps=[2]"))
     assert [file.name for file in (result.folder / "profile").iterdir()] == ["step_2_rank_0.json.gz"]
     assert "aten::mm" in operators(result.folder / "profile" / "step_2_rank_0.json.gz")
+
+
+def test_a_profile_measures_how_long_the_gpu_was_busy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With events as a GPU gives them: overlapping streams count once, and those of the CPU not."""
+    from torch.autograd import DeviceType
+
+    from verl.config.sections.trainer import ProfileConfig
+    from verl.observe import metrics
+
+    class Event:
+        def __init__(self, device: DeviceType, start: int, end: int) -> None:
+            self.device_type, self.start_ns, self.end_ns = (lambda: device), (lambda: start), (lambda: end)
+
+    now = 10**18
+    spans = [(0, 100), (50, 150), (60, 70), (300, 400)]
+    assert metrics.covered((now + start, now + end) for start, end in spans) == 250
+    events = [Event(DeviceType.CUDA, now + start, now + end) for start, end in spans]
+    events.append(Event(DeviceType.CPU, now, now + 10**9))
+    clock = [5.0]
+    results = SimpleNamespace(events=lambda: events)
+    profiler = SimpleNamespace(profiler=SimpleNamespace(kineto_results=results))
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(metrics, "_start", lambda: profiler)
+    monkeypatch.setattr(
+        metrics, "_stop", lambda profiler, file: clock.__setitem__(0, 100.0)
+    )  # writing takes long
+    with metrics.profiled(ProfileConfig(steps=[1], ranks=[0]), 1, 0, tmp_path) as measured:
+        assert measured == {}
+        clock[0] += 1e-6
+    assert measured == {"perf/gpu_busy": pytest.approx(0.25, rel=1e-3)}

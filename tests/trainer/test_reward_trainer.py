@@ -176,6 +176,13 @@ def test_every_reader_of_the_folder_gives_the_numbers_of_the_trainer(whole, data
     ]
     found = scores(folder, rows)
     assert found.abs().min() > 1e-4
+    samples = [json.loads(line) for line in (whole / "validation" / "6.jsonl").read_text().splitlines()]
+    answers = [row[side] for row in rows for side in ("chosen", "rejected")]
+    # What both begin with is the prompt.
+    assert all(answer.endswith(row["response"]) for answer, row in zip(answers, samples, strict=True))
+    torch.testing.assert_close(
+        torch.tensor([row["score"] for row in samples]), found.flatten(), rtol=1e-4, atol=1e-6
+    )
     assert_metrics(untimed(read_metrics(whole))[-1], found, center=0.01)
     torch.testing.assert_close(scores(folder, rows, batch=1), found)
     for side in ("right", "left"):

@@ -138,13 +138,17 @@ def preference_loss(name: str) -> Method:
     return method
 
 
+def implied_rewards(method: Method, answers: Answers, settings: PairSettings) -> Tensor:
+    """Beta times the log-ratio to the reference, of losses without one beta times the mean log-probability."""
+    return settings.beta * (answers.ratio if method.needs else answers.mean).detach()
+
+
 def pair_terms(name: str, chosen: Answers, rejected: Answers, settings: PairSettings) -> PairTerms:
-    """The loss of each pair, and the rewards it implies: beta times the log-ratio to the reference, of losses without
-    one beta times the mean log-probability."""
+    """The loss of each pair, and the rewards it implies."""
     method = preference_loss(name)
     loss, free = method.function(chosen, rejected, settings), not method.needs
     both = (chosen, rejected)
-    rewards = [settings.beta * (each.mean if free else each.ratio).detach() for each in both]
+    rewards = [implied_rewards(method, each, settings) for each in both]
     rounding = [settings.beta * rounding_of(each.mean if free else each.log_prob) for each in both]
     return PairTerms(loss, rewards[0], rewards[1], rounding[0] + rounding[1])
 

@@ -30,7 +30,7 @@ from verl.data.conversations import Answer, Row, encode_answers, pair_rows, sft_
 from verl.data.files import Files, Rows
 from verl.data.loader import EncodedRows
 from verl.data.proto import DataProto
-from verl.data.tokenizer import Tokenizer, truncate
+from verl.data.tokenizer import Tokenizer, decode_all, truncate
 from verl.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -361,3 +361,33 @@ def _answered_by(mine: Encoded, other: Encoded, limit: int) -> Encoded:
     ids = np.concatenate([mine[0][:start], other[0][answer:]])[:limit]
     mask = np.concatenate([np.zeros(start, mine[1].dtype), other[1][answer:]])[:limit]
     return ids, mask
+
+
+def readable_rows(
+    batch: DataProto, tokenizer: Any, limit: int, scores: torch.Tensor | None = None
+) -> list[dict[str, Any]]:
+    """At most `limit` answers of a batch: what is before the first token that is learned is the prompt, of a reward
+    model's pair what both begin with. The answers of a pair have the same `uid`, the row's number in its file."""
+    together = batch.meta_info.get("rows_together", 1)
+    shown = min(together, 2)  # of kto the third is the answer to another prompt
+    numbers = [n for n in range(len(batch)) if n % together < shown][:limit]
+    tensors = batch.batch
+    starts = tensors["response_mask"].argmax(-1)
+    if "margin" in tensors:  # the last token alone is learned
+        differ = tensors["input_ids"][::2] != tensors["input_ids"][1::2]
+        starts = differ.byte().argmax(-1).repeat_interleave(2)
+    ids = [tensors["input_ids"][n][tensors["attention_mask"][n].bool()].tolist() for n in numbers]
+    answers = decode_all(tokenizer, [row[starts[n] :] for row, n in zip(ids, numbers, strict=True)])
+    rows = []
+    for row, n, answer in zip(ids, numbers, answers, strict=True):
+        score = None if scores is None else float(scores[n // together * shown + n % together])
+        side = {"answer": ("chosen", "rejected")[n % together]} if together > 1 else {}
+        found = {
+            "uid": str(batch.non_tensor_batch["index"][n]),
+            "prompt": str(tokenizer.decode(row[: starts[n]])),
+            "response": answer,
+            "score": score,
+            "length": len(row) - int(starts[n]),
+        }
+        rows.append({**found, **side})
+    return rows

@@ -104,23 +104,28 @@ class Timer:
 
 
 @contextmanager
-def profiled(cfg: ProfileConfig, step: int, rank: int, run_folder: Path) -> Iterator[None]:
+def profiled(cfg: ProfileConfig, step: int, rank: int, run_folder: Path) -> Iterator[dict[str, float]]:
     """Write a trace of torch's profiler around the block where `cfg` (`trainer.profile`) chooses this step and rank. A
     block that raises leaves no trace; a profiler that fails loses its trace, never the step.
 
-    The profiler sees the thread that enters the block, and the backward passes that this thread starts."""
+    The profiler sees the thread that enters the block, and the backward passes that this thread starts. Yields what is
+    empty until the block has ended: then, where the process used a GPU, it has `perf/gpu_busy`."""
+    measured: dict[str, float] = {}
     if step not in cfg.steps or rank not in cfg.ranks:
-        yield
+        yield measured
         return
     profiler = _start()
+    began = time.perf_counter()
     try:
-        yield
+        yield measured
     except BaseException:
         if profiler is not None:
             _stop(profiler, None)
         raise
     if profiler is not None:
+        seconds = time.perf_counter() - began  # without writing the trace
         _stop(profiler, run_folder / "profile" / f"step_{step}_rank_{rank}.json.gz")
+        measured |= _gpu_busy(profiler, seconds)
 
 
 def _start() -> Any:
@@ -150,3 +155,27 @@ def _stop(profiler: Any, file: Path | None) -> None:
             logger.info("profile: %s", file)
     except Exception as error:  # a full disk, and whatever the profiler meets
         logger.warning("the profile of a step could not be written: %s. The run continues", error)
+
+
+def _gpu_busy(profiler: Any, seconds: float) -> dict[str, float]:
+    """The share of `seconds` in which kernels or copies ran on the GPU; nothing where none did."""
+    from torch.autograd import DeviceType
+
+    try:
+        events = profiler.profiler.kineto_results.events()
+        spans = [
+            (event.start_ns(), event.end_ns()) for event in events if event.device_type() == DeviceType.CUDA
+        ]
+    except Exception as error:  # torch's own, not its public interface
+        logger.warning("the profile does not say how busy the GPU was: %s", error)
+        return {}
+    return {"perf/gpu_busy": covered(spans) / 1e9 / seconds} if spans else {}
+
+
+def covered(spans: Iterable[tuple[int, int]]) -> int:
+    """The length that (start, end) cover together: what overlaps counts once."""
+    total, until = 0, 0
+    for start, end in sorted(spans):
+        total += max(0, end - max(start, until))
+        until = max(until, end)
+    return total

@@ -5,10 +5,14 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.config.keys import mask_values
+from verl.json_input import read_json
+from verl.observe.diagnoses import validation_summary
 from verl.observe.jsonl import jsonable
 from verl.observe.run_folder import Lineage
 from verl.observe.run_reader import Run, checkpoint_steps, duration, is_run, read_crash, state_of
@@ -17,8 +21,8 @@ if TYPE_CHECKING:
     from verl.config.schema import OfflineConfig, PPOConfig
 
 
-def facts(run: Run) -> Iterator[tuple[str, str]]:
-    """(label, text), the most important first."""
+def facts(run: Run, *, crash_apart: bool = False) -> Iterator[tuple[str, str]]:
+    """(label, text), the most important first. `crash_apart`: cause and fix of a crash are shown elsewhere."""
     state = state_of(run)
     step, total, each = run.step, run.total_steps, run.seconds_per_step()
     progress = "none yet" if step is None else f"{step} of {total}" if total else str(step)
@@ -28,9 +32,12 @@ def facts(run: Run) -> Iterator[tuple[str, str]]:
             progress += f", about {duration((total - step) * each)} left"
     crash = read_crash(run.path)
     yield "run", f"{run.name}   {run.path}"
-    yield "state", state.text
-    if state.name == "crashed" and crash is not None and crash[1]:
-        yield "fix", crash[1]
+    if state.name == "crashed" and crash_apart:
+        yield "state", "crashed in the first step" if step is None else f"crashed after step {step}"
+    else:
+        yield "state", state.text
+        if state.name == "crashed" and crash is not None and crash[1]:
+            yield "fix", crash[1]
     yield "model", str(run.get(f"{'model' if run.is_sft else 'actor_rollout_ref.model'}.path", "unknown"))
     if not run.is_sft:
         prompts, n = run.get("data.train_batch_size", "?"), run.get("actor_rollout_ref.rollout.n", "?")
@@ -60,11 +67,20 @@ def notes(run: Run) -> list[str]:
 
 MAX_NAMES = 2000
 FIRST_SHOWN = (
-    "reward/mean", "train/loss", "val/loss", "response_length/mean", "response_length/clip_ratio", "actor/entropy",
+    "reward/mean", "train/loss", "val/loss", "train/accuracy", "val/accuracy", "train/margin", "agents/turns/mean",
+    "agents/finish/*", "tools/*/all", "response_length/mean", "response_length/clip_ratio", "actor/entropy",
     "actor/kl_loss", "actor/kl", "actor/ppo_kl", "actor/pg_clipfrac", "actor/grad_norm", "train/grad_norm",
-    "critic/vf_loss", "critic/vf_explained_var", "training/rollout_probs_diff_mean", "perf/throughput",
-    "timing_s/step",
+    "critic/vf_loss", "critic/vf_explained_var", "training/rollout_probs_diff_mean", "perf/throughput", "timing_s/step",
 )  # fmt: skip
+"""Names, with * and ?."""
+
+
+def first_shown(series: Mapping[str, Sequence[float | None]]) -> list[str]:
+    """Of the metrics of a run those that show how it is doing; counts of what never happened are left out."""
+    found = [name for name in series if name.startswith("val-core/")]
+    found += (name for pattern in FIRST_SHOWN for name in series if fnmatchcase(name, pattern))
+    rare = ("agents/finish/", "tools/")
+    return [name for name in dict.fromkeys(found) if not name.startswith(rare) or any(series[name])]
 
 
 def curves(rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:
@@ -76,15 +92,46 @@ def curves(rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:
         for name, values in columns.items()
         if any(map(math.isfinite, values))
     }
-    validation = [name for name in series if name.startswith("val-core/")]
     shown: dict[str, list[float | None]] = {}
-    for name in [*validation, *(name for name in FIRST_SHOWN if name in series)]:
+    for name in first_shown(series):
         # With one response per prompt the mean, the best and the majority of the same scores are one curve.
         scores = name.rpartition("/")[0]
         known = (values for other, values in shown.items() if other.rpartition("/")[0] == scores)
         if not name.startswith("val-core/") or series[name] not in known:
             shown[name] = series[name]
-    return {"step": [row["step"] for row in rows], "series": series, "shown": list(shown)}
+    about = {name: text for name in series if (text := description(name))}
+    return {"step": [row["step"] for row in rows], "series": series, "shown": list(shown), "about": about}
+
+
+@cache
+def _descriptions() -> dict[str, str]:
+    texts: dict[str, str] = read_json(Path(__file__).parent / "metric_texts.json")
+    return texts
+
+
+def description(metric: str) -> str:
+    """What a metric is, in a sentence; empty where it is not known."""
+    return next((text for pattern, text in _descriptions().items() if fnmatchcase(metric, pattern)), "")
+
+
+def results(run: Run) -> dict[str, float | None]:
+    """The numbers by which runs are ranked, as they are now."""
+
+    def newest(name: str) -> float | None:
+        points = run.log.points(name)
+        return points[-1][1] if points else None
+
+    validations = [value for row in run.log.rows if (value := validation_summary(row)) is not None]
+    validations = [value for value in validations if math.isfinite(value)]
+    return {
+        "reward": newest("reward/mean"),
+        "validation_first": validations[0] if validations else None,
+        "validation": validations[-1] if validations else None,
+        "loss": newest("train/loss"),
+        "validation_loss": newest("val/loss"),
+        "accuracy": newest("val/accuracy"),
+        "step_seconds": run.seconds_per_step(),
+    }
 
 
 # -- configuration ------------------------------------------------------------------------------------------------

@@ -1,12 +1,13 @@
 """Columns over all responses of a run, and random access to their texts.
 
-Files are streamed: memory grows by about a hundred bytes per response, whatever its text is. A file is read again only
+Files are streamed: memory grows by a few hundred bytes per response, whatever its text is. A file is read again only
 when it has changed. Codes of a uid never change while an index lives, so that what a page knows of them stays true.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,11 @@ from verl.observe.run_reader import SampleFiles
 INDEX_BYTES = 2 << 30
 """Files beyond this are indexed in part: every second step, every fourth, ..."""
 INDEX_ROWS = 300_000
+PREVIEW = 120
+"""Characters of a text that are in the index."""
 _PROBE_BYTES = 1 << 18
+_MARKER = re.compile(r"<\|[^|<>\s]{1,40}\|>")
+"""Of a chat template."""
 
 Fingerprint = tuple[int, int, int]
 
@@ -43,6 +48,7 @@ class StepColumns:
     fingerprint: Fingerprint
     rows: np.ndarray
     """Of `_ROW`."""
+    previews: list[str]
 
     def __getitem__(self, name: str) -> list[Any]:
         column: list[Any] = self.rows[name].tolist()
@@ -56,6 +62,8 @@ class SampleIndex:
         self.files = files
         self.uids: dict[str, int] = {}
         """Numbers of texts that repeat, in the order of their first appearance; likewise those below."""
+        self.prompts: list[str] = []
+        """The preview of each uid's first prompt."""
         self.finishes: dict[str, int] = {}
         self.sources: dict[str, int] = {}
         self.steps: dict[int, StepColumns] = {}
@@ -101,7 +109,8 @@ class SampleIndex:
         if mark is None:
             self._forget(step)
             return None
-        self.steps[step] = StepColumns(step, mark, np.array(rows, _ROW))
+        previews = [text for _, text in rows]
+        self.steps[step] = StepColumns(step, mark, np.array([row for row, _ in rows], _ROW), previews)
         self.version += 1
         return self.steps[step]
 
@@ -136,7 +145,8 @@ class SampleIndex:
             "count": sum(len(columns.rows) for columns in steps),
             "step": [columns.step for columns in steps for _ in columns.rows],
             "line": joined("line"),
-            "uid": {"names": list(self.uids), "codes": joined("uid")},
+            "uid": {"names": list(self.uids), "codes": joined("uid"), "prompts": self.prompts},
+            "text": [text for columns in steps for text in columns.previews],
             "score": numbers("score", 12),
             "advantage": numbers("advantage", 6),
             "length": numbers("length", 12),
@@ -167,23 +177,28 @@ class SampleIndex:
     def _path(self, step: int) -> Path:
         return self.files.folder / f"{step}.jsonl"
 
-    def _rows(self, step: int) -> Iterator[tuple[Any, ...]]:
-        """The rows of a file, as `_ROW` has them."""
+    def _rows(self, step: int) -> Iterator[tuple[tuple[Any, ...], str]]:
+        """The rows of a file, as `_ROW` has them, and the previews of their responses."""
         for number, offset, line in _lines(self._path(step), strict=True):
             sample = parse_row(line)
             if sample is None:
                 continue
-            turns = sample.get("turns")
-            yield (
+            uid, written = uid_of(sample, number), model_turns(sample)
+            if uid not in self.uids:
+                self.uids[uid] = len(self.uids)
+                self.prompts.append(preview(_text(sample.get("prompt"))))
+            row = (
                 number,
                 offset,
-                self.uids.setdefault(uid_of(sample, number), len(self.uids)),
-                self.finishes.setdefault(_text(sample.get("finish_reason")), len(self.finishes)),
+                self.uids[uid],
+                self.finishes.setdefault(_text(_finish(sample)), len(self.finishes)),
                 self.sources.setdefault(_text(sample.get("data_source")), len(self.sources)),
-                len(turns) if isinstance(turns, list) else 0,
+                len(written),
                 sample.get("error") is not None,
                 *(number_or_nan(sample.get(name)) for name in ("score", "advantage", "length")),
             )
+            text = " · ".join(_text(turn.get("content")) for turn in written)
+            yield row, preview(text or _text(sample.get("response")))
 
     def _within_limits(self, steps: list[int]) -> list[int]:
         """Every step, or each second, fourth, ... and the newest."""
@@ -213,6 +228,27 @@ def uid_of(sample: dict[str, Any], line: int) -> str:
     """The prompt a response belongs to; one without is a group of its own."""
     uid = sample.get("uid")
     return f"line {line}" if uid is None else _text(uid)
+
+
+def _finish(sample: dict[str, Any]) -> Any:
+    """Why a response ended; of a given answer which of its pair it is."""
+    return sample.get("answer") if sample.get("finish_reason") is None else sample["finish_reason"]
+
+
+def model_turns(sample: dict[str, Any]) -> list[dict[str, Any]]:
+    """Those of a conversation's turns that the model wrote; none where the sample is no conversation."""
+    turns = sample.get("turns")
+    known = [turn for turn in (turns if isinstance(turns, list) else ()) if isinstance(turn, dict)]
+    return [turn for turn in known if turn.get("role") == "assistant"]
+
+
+def preview(text: str) -> str:
+    """A text on one line without a chat template's markers; of a long one its start and its end, where answers are."""
+    parts = [text] if len(text) <= 4 * PREVIEW else [text[: 2 * PREVIEW], text[-2 * PREVIEW :]]
+    parts = [_MARKER.sub(" ", part) if "<|" in part else part for part in parts]
+    words = " … ".join(" ".join(part.split()) for part in parts)
+    half = PREVIEW // 2
+    return words if len(words) <= PREVIEW else f"{words[:half].rstrip()} … {words[-half:].lstrip()}"
 
 
 def searchable(uid: str, sample: dict[str, Any]) -> str:

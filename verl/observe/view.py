@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.errors import ConfigError, DataError
-from verl.observe.run_facts import FIRST_SHOWN, facts, notes
+from verl.observe.run_facts import facts, first_shown, notes, results
 from verl.observe.run_reader import (
     Run,
     SampleFiles,
@@ -157,9 +157,13 @@ def overview(seen: Run, patterns: list[str] | None = None, *, samples: bool = Tr
         for notice in notices(seen)[:8]
     ]
     blocks += found or [styled("nothing to report", "dim")]
-    validation = not seen.samples("rollouts").steps()
+    validation = bool(seen.samples("validation").steps())
+    validation = validation and (seen.is_sft or not seen.samples("rollouts").steps())
     if samples and seen.samples("validation" if validation else "rollouts").steps():
-        args = argparse.Namespace(step=None, best=1, worst=1, grep=None, uid=None, val=validation, limit=None)
+        scored = None if seen.is_sft and not validation else 1  # rows to learn from have no score
+        args = argparse.Namespace(
+            step=None, best=scored, worst=scored, grep=None, uid=None, val=validation, limit=1
+        )
         others = "--best, --worst, --step, --grep, --id and --val show others"
         blocks.append(styled(f"\nsamples ({others})", "bold"))
         blocks += [sample_text(title, row, 400) for title, row in choose_samples(seen, args)]
@@ -171,9 +175,13 @@ def metrics_table(seen: Run, patterns: list[str] | None = None) -> RenderableTyp
     from verl.observe.console import sparkline
 
     names = seen.log.names()
-    chosen = patterns or ("val-core/*", *FIRST_SHOWN, "agents/*", "tools/*/all", "timing_s/*")
-    matches = (name for pattern in chosen for name in names if fnmatch.fnmatchcase(name, pattern))
-    shown = [name for name in dict.fromkeys(matches) if seen.log.points(name)]
+    if patterns:
+        matches = (name for pattern in patterns for name in names if fnmatch.fnmatchcase(name, pattern))
+        shown = [name for name in dict.fromkeys(matches) if seen.log.points(name)]
+    else:
+        values = {name: [value for _, value in seen.log.points(name)] for name in names}
+        shown = first_shown({name: points for name, points in values.items() if points})
+        shown += _longest_phases(seen)
     if not shown:
         if patterns and names:
             raise DataError(f"--metric {' '.join(patterns)}: no such metric. There are: {', '.join(names)}")
@@ -188,9 +196,17 @@ def metrics_table(seen: Run, patterns: list[str] | None = None) -> RenderableTyp
     return table
 
 
+def _longest_phases(seen: Run) -> list[str]:
+    """The times of the newest step that are a twentieth of it or more, longest first."""
+    times = {name: value for name, value in seen.log.last().items() if name.startswith("timing_s/")}
+    whole = times.pop("timing_s/step", 0.0)
+    long = [name for name, value in times.items() if value >= 0.05 * whole]
+    return sorted(long, key=lambda name: -times[name])
+
+
 def listing(paths: list[Path]) -> RenderableType:
     """The runs of a project, newest first."""
-    table = _table("run", "state", "steps", "reward or loss", "written")
+    table = _table("run", "state", "steps", "reward or loss", "validation", "written")
     for path in paths:
         seen = open_run(path)
         state = state_of(seen)
@@ -200,9 +216,18 @@ def listing(paths: list[Path]) -> RenderableType:
             styled(state.name, _STATE_STYLES.get(state.name, "red")),
             styled(f"{seen.step or '-'}" + (f"/{seen.total_steps}" if seen.total_steps else "")),
             styled(f"{points[0][1]:.3g} -> {points[-1][1]:.3g}" if points else "-"),
+            styled(_validated(seen)),
             styled(f"{duration(time.time() - last_written(path))} ago"),
         )
     return table
+
+
+def _validated(seen: Run) -> str:
+    found = results(seen)
+    first, last, loss = (found[name] for name in ("validation_first", "validation", "validation_loss"))
+    if first is not None and last is not None:
+        return f"{first:.3g} -> {last:.3g}"
+    return "-" if loss is None else f"loss {loss:.3g}"
 
 
 # -- samples ------------------------------------------------------------------------------------------------------
@@ -282,6 +307,9 @@ def _texts(row: dict[str, Any]) -> list[tuple[str, Any]]:
         for number, turn in enumerate(turns, 1):
             reward = f"\n(reward {turn['reward']:g})" if isinstance(turn.get("reward"), int | float) else ""
             responses.append((f"{number} {turn.get('role', '')}", f"{turn.get('content', '')}{reward}"))
+        turn_rewards = [value for turn in turns if isinstance(value := turn.get("reward"), int | float)]
+        if _score(row) is not None and turn_rewards:
+            responses.append(("at the end", f"reward {_score(row) - sum(turn_rewards):.4g}"))
     others = [(name, row.get(name)) for name in ("prompt", "ground_truth", "error")]
     return [others[0], *responses, *others[1:]]
 

@@ -23,6 +23,7 @@ from verl.observe.run_facts import (
     flat_config,
     notes,
     parent_folder,
+    results,
 )
 from verl.observe.run_folder import expanded, read_lineage
 from verl.observe.run_reader import KINDS, Run, notices, open_run, read_crash, refuse_links_out, state_of
@@ -68,6 +69,8 @@ class RunData:
                 "step": self.run.step,
                 "total_steps": self.run.total_steps,
                 "kind": "offline" if self.run.is_sft else "rl",
+                "results": results(self.run),
+                "score": "log-prob" if self.run.is_sft and not self.run.get("algorithm") else "reward",
                 "parent": self.parent.id if self.parent else None,
                 "parent_name": self.lineage.parent_name if self.lineage else None,
                 "fork_step": self.lineage.step if self.lineage else None,
@@ -85,7 +88,7 @@ class RunData:
                 parent = [f"it was forked from {name}, which is not shown: give that run too, or --outside"]
             return jsonable(  # type: ignore[no-any-return]
                 {
-                    "facts": list(facts(self.run)),
+                    "facts": list(facts(self.run, crash_apart=crash is not None)),
                     "crash": {"cause": crash[0], "fix": crash[1]} if crash else None,
                     "findings": [notice.to_row() for notice in notices(self.run)],
                     "config": config,

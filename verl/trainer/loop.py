@@ -115,8 +115,9 @@ class RLLoop:
             live.begin_step(self.step_number)
             self.events.begin_step(self.step_number)
             try:
-                with self.workers.profile(self.step_number, self.run_folder.path):
+                with self.workers.profile(self.step_number, self.run_folder.path) as measured:
                     last = self.step()
+                last |= measured
                 complete = self.step_number
                 asked = self.events.end_step(self.step_number)
                 ending = self.step_number == self.total_steps

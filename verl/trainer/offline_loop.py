@@ -16,7 +16,7 @@ from verl.checkpoint import CheckpointManager
 from verl.config.model_path import vocabulary_size
 from verl.config.parallelism import world_size
 from verl.config.schema import DPOConfig, PreferenceConfig, RewardTrainingConfig
-from verl.data.offline_dataset import PreferenceDataset, SFTDataset, use_of
+from verl.data.offline_dataset import PreferenceDataset, SFTDataset, readable_rows, use_of
 from verl.data.tokenizer import load_tokenizer, warn_of_vocabulary
 from verl.errors import ConfigError
 from verl.observe.diagnoses import Finding, read_findings
@@ -31,6 +31,7 @@ from verl.workers.preference import PreferenceRole
 from verl.workers.rank import JoinedRank, RankSetup
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from verl.config.schema import OfflineConfig
@@ -38,6 +39,10 @@ if TYPE_CHECKING:
     from verl.data.loader import Loader
     from verl.data.proto import DataProto
     from verl.watchdog import StackWatchdog
+
+
+SAMPLES = 64
+"""Answers of a validation that are written for people."""
 
 
 @dataclass
@@ -86,6 +91,8 @@ class Update:
     findings: Sequence[Finding] = ()
     failure: str | None = None
     """Why the last checkpoint that could not be saved was not."""
+    samples: Mapping[str, list[dict[str, Any]]] = field(default_factory=dict)
+    """Rows to read, by the folder they belong into: `rollouts` of the first step, `validation`."""
 
 
 def timed(batches: Iterable[DataProto]) -> Iterator[tuple[DataProto, dict[str, float]]]:
@@ -187,6 +194,7 @@ class OfflineLoop:
         self.repeat_to = repeat_to
         self.health = HealthMonitor(cfg)
         self.events = Events()
+        self._samples: dict[str, list[dict[str, Any]]] = {}
         self._watchdog = watchdog
 
     def run(self) -> Iterator[Update]:
@@ -213,8 +221,13 @@ class OfflineLoop:
                 self.step_number += 1
                 live.begin_step(self.step_number)
                 self.events.begin_step(self.step_number)
-                with profiled(trainer.profile, self.step_number, self.role.rank, self.run_folder):
+                # What is trained on does not depend on the step: once shows the template and what is learned.
+                rows = self._readable(batch) if self.step_number == 1 else []
+                self._samples = {"rollouts": rows} if rows else {}
+                profile = profiled(trainer.profile, self.step_number, self.role.rank, self.run_folder)
+                with profile as measured:
                     last = {**self.step(batch), **waited}
+                last |= measured
                 asked = self.events.end_step(self.step_number)
                 # All ranks must take the same branch: they agree whether a signal reached one of them.
                 ending = self.role.on_any_rank(self.stop_requested) or self.step_number == total
@@ -231,7 +244,7 @@ class OfflineLoop:
                 if self.due(trainer.save_freq) or ending or improved or asked.save:
                     last |= self.save(last, found)
                 ending = ending or self.step_number == self.repeat_to
-                yield Update(self.step_number, last, self.saved_step, findings=found)
+                yield Update(self.step_number, last, self.saved_step, findings=found, samples=self._samples)
                 if ending:
                     break
         if self.checkpoints.wait() is not None:
@@ -264,10 +277,22 @@ class OfflineLoop:
         timer = Timer()
         sums: dict[str, float] = {}
         with timer("testing"), self._serving("validate"):
+            samples: list[dict[str, Any]] = []
             for batch in self.data.val:
-                for name, value in self.role.evaluate(batch).items():
+                found, scores = self.role.evaluate(batch)
+                if len(samples) < SAMPLES:
+                    samples += self._readable(batch, scores)
+                for name, value in found.items():
                     sums[name] = sums.get(name, 0.0) + value
+        if samples:
+            self._samples["validation"] = samples[:SAMPLES]
         return {**self.role.validation_metrics(sums), **timer.metrics()}
+
+    def _readable(self, batch: DataProto, scores: torch.Tensor | None = None) -> list[dict[str, Any]]:
+        """The first rows of a batch for people; on the rank that reports them."""
+        if self.role.rank > 0:
+            return []
+        return readable_rows(batch, self.data.tokenizer, SAMPLES, scores)
 
     def judge(self, metrics: dict[str, float]) -> bool:
         """With `early_stop_patience`: whether this validation is the best so far. All ranks agree, as a checkpoint or

@@ -285,6 +285,10 @@ def record(updates: Iterable[Update], folder: RunFolder, tracker: FanOut, total_
             tracker.note(resume_note(update.step, total_steps))
         elif update.kind == "step":
             live.end_step(update.step)
+            if "rollouts" in update.samples:
+                folder.write_rollouts(update.step, update.samples["rollouts"])
+            if "validation" in update.samples:
+                folder.write_validation(update.step, update.samples["validation"])
             tracker.log(update.step, update.metrics, update.findings)
         if update.notice:
             tracker.note(update.notice)

@@ -127,8 +127,9 @@ class WorkerGroup(ABC):
         engine reports about them; over several engines, the worst."""
 
     @abstractmethod
-    def profile(self, step: int, run_folder: Path) -> AbstractContextManager[None]:
-        """Around step `step`: its traces of torch's profiler, where `trainer.profile` asks for them."""
+    def profile(self, step: int, run_folder: Path) -> AbstractContextManager[dict[str, float]]:
+        """Around step `step`: its traces of torch's profiler, where `trainer.profile` asks for them. What it gives
+        has what they measured, once the step has ended."""
 
     def checkpoint_parts(self) -> dict[str, Any]:
         """The engines whose state a checkpoint holds, by the names of their roles; None where ranks have and save them

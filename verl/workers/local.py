@@ -223,7 +223,7 @@ class LocalGroup(WorkerGroup):
         self.rollout.update_weights(self.weights, self.policy_version)
         return self.rollout.stats().weight_sync
 
-    def profile(self, step: int, run_folder: Path) -> AbstractContextManager[None]:
+    def profile(self, step: int, run_folder: Path) -> AbstractContextManager[dict[str, float]]:
         return profiled(self.cfg.trainer.profile, step, self.actor_engine.info.rank, run_folder)
 
     def model_size(self) -> ModelSize:

@@ -82,8 +82,9 @@ class OfflineRole(ABC):
         """A `LossFn`; its metrics are those of `names`."""
 
     @abstractmethod
-    def evaluate(self, batch: DataProto) -> dict[str, float]:
-        """Numbers of a whole batch, which are added up over batches for `validation_metrics`."""
+    def evaluate(self, batch: DataProto) -> tuple[dict[str, float], torch.Tensor]:
+        """Numbers of a whole batch, added up over batches for `validation_metrics`; and a score of each row (of
+        kto's, of each but the third of a pair)."""
 
     @abstractmethod
     def validation_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
@@ -174,9 +175,10 @@ class SFTRole(OfflineRole):
         loss = agg_loss(-out.log_probs, micro.batch["response_mask"], "token-mean", **counts)
         return loss, {"loss": Metric(loss.detach() / counts["dp_size"], "sum")}
 
-    def evaluate(self, batch: DataProto) -> dict[str, float]:
-        tokens = float(batch.batch["response_mask"].sum())
-        return {"loss": -float(self.log_prob_sums(batch).sum()), "tokens": tokens}
+    def evaluate(self, batch: DataProto) -> tuple[dict[str, float], torch.Tensor]:
+        """The score is the mean log-prob of a row's answer."""
+        tokens, sums = batch.batch["response_mask"].sum(-1), self.log_prob_sums(batch)
+        return {"loss": -float(sums.sum()), "tokens": float(tokens.sum())}, sums / tokens
 
     def validation_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         loss = sums["loss"] / sums["tokens"]
@@ -223,13 +225,14 @@ class RewardRole(OfflineRole):
         }
         return {name: torch.where(valid, value, 0.0).sum() for name, value in found.items()}
 
-    def evaluate(self, batch: DataProto) -> dict[str, float]:
+    def evaluate(self, batch: DataProto) -> tuple[dict[str, float], torch.Tensor]:
+        """The score is the reward of a row."""
         shard, rows = self.shard(batch)
         values = self.engine.values(shard).double()
         self._offload()
         rewards = self.row_values((values * shard.batch["response_mask"]).sum(-1), rows, len(batch))
         found = self._terms(rewards, torch.ones(len(batch), dtype=torch.bool), batch.batch["margin"])
-        return {"pairs": len(batch) / 2, **{name: float(value) for name, value in found.items()}}
+        return {"pairs": len(batch) / 2, **{name: float(value) for name, value in found.items()}}, rewards
 
     def validation_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         return {f"val/{name}": sums[name] / sums["pairs"] for name in self.names}

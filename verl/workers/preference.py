@@ -20,6 +20,7 @@ from safetensors.numpy import save_file
 
 from verl.algorithms.preference import (
     Answers,
+    implied_rewards,
     kto_kl,
     pair_terms,
     preference_loss,
@@ -148,13 +149,16 @@ class PreferenceRole(OfflineRole):
 
     # -- validation ---------------------------------------------------------------------------------------------
 
-    def evaluate(self, batch: DataProto) -> dict[str, float]:
+    def evaluate(self, batch: DataProto) -> tuple[dict[str, float], torch.Tensor]:
+        """The score is the reward of an answer, as the loss of this run defines it."""
         batch = self._pairs(batch)
-        sums = self.log_prob_sums(batch)
-        found = self._terms(sums, batch.batch["response_mask"].sum(-1), batch)
+        sums, tokens = self.log_prob_sums(batch), batch.batch["response_mask"].sum(-1)
+        found = self._terms(sums, tokens, batch)
         pairs = batch.meta_info["pairs"]
         kl = {"kl": batch.meta_info["kl"] * pairs} if "kl" in batch.meta_info else {}
-        return {"pairs": pairs, **{name: float(value) for name, value in found.items()}, **kl}
+        numbers = {"pairs": pairs, **{name: float(value) for name, value in found.items()}, **kl}
+        answers = Answers(sums, batch.batch["ref_log_prob"].to(sums), tokens.to(sums))
+        return numbers, implied_rewards(self._loss, answers, self._settings)
 
     def validation_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         return {f"val/{name}": value / sums["pairs"] for name, value in sums.items() if name != "pairs"}

@@ -172,14 +172,18 @@ class RayGroup(WorkerGroup):
         return metrics
 
     @contextmanager
-    def profile(self, step: int, run_folder: Path) -> Iterator[None]:
+    def profile(self, step: int, run_folder: Path) -> Iterator[dict[str, float]]:
         """Of the trainer's ranks; after a step that failed they are asked for nothing more."""
         chosen = step in self.cfg.trainer.profile.steps
         if chosen:
             self.calls.all(TrainRank.do_profile, step, run_folder)
-        yield
+        measured: dict[str, float] = {}
+        yield measured
         if chosen:
-            self.calls.all(TrainRank.do_profile, None, run_folder)
+            parts = [part for part in self.calls.all(TrainRank.do_profile, None, run_folder) if part]
+            measured |= (
+                {name: sum(part[name] for part in parts) / len(parts) for name in parts[0]} if parts else {}
+            )
 
     def model_size(self) -> ModelSize:
         return self._size

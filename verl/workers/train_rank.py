@@ -179,6 +179,7 @@ class TrainRank(JoinedRank, RolloutServer):
     def __init__(self, rank: int, world_size: int = 1) -> None:
         super().__init__(rank, world_size)
         self._profile = ExitStack()
+        self._measured: dict[str, float] = {}
         self._opened: dict[Any, CheckpointManager] = {}
 
     def method(self, call: str) -> Callable[..., Any]:
@@ -231,12 +232,14 @@ class TrainRank(JoinedRank, RolloutServer):
         self.group.policy_version = version
         return self.group.sync_weights()
 
-    def do_profile(self, step: int | None, run_folder: Path) -> None:
-        """Trace from here on; without a step, until here. Calls are served by one thread, which the profiler needs."""
+    def do_profile(self, step: int | None, run_folder: Path) -> dict[str, float]:
+        """Trace from here on; without a step, until here, and what was measured. Calls are served by one thread, which
+        the profiler needs."""
         if step is None:
             self._profile.close()
         else:
-            self._profile.enter_context(self.group.profile(step, run_folder))
+            self._measured = self._profile.enter_context(self.group.profile(step, run_folder))
+        return self._measured
 
     # -- weights for processes that only generate ---------------------------------------------------------------
 

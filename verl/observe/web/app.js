@@ -34,7 +34,7 @@ const App = (() => {
         runs.map((each) => h("option", { value: each.id, selected: each.id === run.id }, each.name)));
     const share = run.total_steps && run.step !== null ? Math.min(1, run.step / run.total_steps) : null;
     const tab = ([key, [title]]) => (!title || (key === "runs" && runs.length < 2) ? null
-      : h("a", { href: href(key, { run: run.id }), "aria-current": key === page || (key === "rollouts" && page === "group") ? "page" : null }, title,
+      : h("a", { href: href(key, { run: run.id }), "aria-current": key === page || (key === "rollouts" && page === "group") ? "page" : null }, key === "rollouts" && run.kind === "offline" ? "Samples" : title,
         key === "overview" && recent ? h("span", { class: "count", title: "recent findings" }, recent) : null));
     fill(document.getElementById("bar"), h("div", { class: "bar" },
       h("div", { class: "row" }, name, Runs.badge(run), h("span", { class: "muted" }, Runs.progressText(run)),
@@ -54,7 +54,8 @@ const App = (() => {
     try {
       next = await PAGES[page][1]({ run, params, href, go });
     } catch (error) {
-      next = { element: Dom.empty(error.message) };
+      const back = page === "group" ? "rollouts" : "overview";
+      next = { element: h("div", { class: "empty" }, h("p", {}, error.message), h("a", { href: href(back, { run: run.id }) }, back === "rollouts" ? "All responses" : "Overview")) };
     }
     if (mine !== turn) { if (next.close) next.close(); return; }
     if (view && view.close) view.close();

@@ -3,6 +3,8 @@
 
 const Charts = (() => {
   const { h, fill, number, colour } = Dom;
+  const WHOLE = Array.from({ length: 10 }, (_, power) => [1, 2, 5].map((digit) => digit * 10 ** power)).flat(); // there is no half step
+  const DOTS = 30; // a curve of so few values shows each of them
 
   /**
    * @typedef {{label: string, colour: string, xs: number[], ys: number[], dashed?: boolean}} Line
@@ -58,25 +60,35 @@ const Charts = (() => {
     grid: { stroke: () => colour("--grid"), width: 1 }, ticks: { show: false }, ...extra,
   });
 
+  /** uPlot's own range, but for a curve that is 0 throughout: it would go to 100. */
+  const rangeOfY = (u, low, high) => (low === 0 && high === 0 ? [0, 1] : uPlot.rangeNum(low, high, 0.1, true));
+
   function seriesOf(line) {
     return {
       label: line.label, stroke: line.colour, spanGaps: true, alpha: line.faint ? 0.25 : line.dashed ? 0.6 : 1,
       width: line.faint ? 1 : 1.75, dash: line.dashed ? [5, 4] : undefined,
-      points: line.faint ? { show: false } : { size: 5, show: line.xs.length < 2 ? true : undefined },
+      points: line.faint ? { show: false } : { size: 5, show: line.xs.length <= DOTS ? true : undefined },
     };
+  }
+
+  /** A name in one line: of a long one the middle is left out, as its last parts tell it from others. */
+  function nameOf(metric) {
+    const at = metric.lastIndexOf("/", metric.lastIndexOf("/") - 1) + 1;
+    return [h("span", { class: "start" }, metric.slice(0, at)), h("span", { class: "end" }, metric.slice(at))];
   }
 
   /**
    * A card with a curve.
    * @param {string} title
-   * @param {{family: Object, height: number, mark?: number[], onTitle?: Function}} place
+   * @param {{family: Object, height: number, about?: string, mark?: number[], onTitle?: Function}} place
    */
   function card(title, place) {
     const readout = h("div", { class: "readout" });
     const box = h("div", { class: "plot", style: { height: `${place.height}px` } });
-    const heading = place.onTitle ? h("button", { type: "button", title: "Enlarge or reduce", onclick: () => place.onTitle(chart) }, title) : title;
+    const heading = h(place.onTitle ? "button" : "span", { class: "title", type: place.onTitle ? "button" : null, onclick: () => place.onTitle && place.onTitle(chart) }, nameOf(title));
+    Dom.described(heading, [h("strong", {}, title), place.about ? `\n${place.about}` : null, place.onTitle ? h("span", { class: "hint" }, "\nclick to enlarge or reduce") : null]);
     const element = h("figure", { class: "card curve", "data-metric": title, style: { margin: "0" } },
-      h("header", {}, h("h3", {}, heading), readout), box);
+      h("header", {}, h("h3", {}, heading), readout), h("p", { class: "about" }, place.about || ""), box);
     let plot = null, shown = [], given = [[], {}], visible = false, height = place.height;
 
     const show = (index) => {
@@ -99,6 +111,7 @@ const Charts = (() => {
       if (!visible) return;
       const [lines, options] = given;
       shown = drawn(lines, options);
+      element.classList.toggle("several", lines.length > 2);
       if (plot) plot.destroy();
       plot = null;
       if (!shown.length || shown.every((line) => !line.ys.some((y) => y !== null))) {
@@ -109,8 +122,8 @@ const Charts = (() => {
       plot = new uPlot({
         width: Math.max(120, box.clientWidth), height, legend: { show: false }, padding: [8, 16, 0, 0],
         scales: { x: { time: false, range: (u, low, high) => place.family.state.range || (low === high ? [low - 1, high + 1] : [low, high]) },
-          y: options.log ? { distr: 3 } : {} },
-        axes: [axis({ size: 24, space: 46 }), axis({ size: 52, space: 28, values: (u, ticks) => ticks.map((v) => (v === null ? "" : number(v))) })],
+          y: options.log ? { distr: 3 } : { range: rangeOfY } },
+        axes: [axis({ size: 24, space: 46, incrs: options.x === "time" ? undefined : WHOLE }), axis({ size: 52, space: 28, values: (u, ticks) => ticks.map((v) => (v === null ? "" : number(v))) })],
         series: [{}, ...shown.map(seriesOf)],
         cursor: { y: false, drag: { x: true, y: false, setScale: false }, points: { size: 7 },
           sync: { key: place.family.key, setSeries: false, scales: ["x", null], filters: { pub: (type) => type === "mousemove" || type === "mouseleave" } } },
@@ -190,5 +203,5 @@ const Charts = (() => {
 
   const bySteps = Object.assign(async (run, steps) => steps, { steps: true });
 
-  return { family, card, linesOf, bySteps, smoothed };
+  return { family, card, rangeOfY, linesOf, bySteps, smoothed };
 })();

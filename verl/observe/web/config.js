@@ -7,8 +7,8 @@ const Config = (() => {
 
   function table(heads, rows) {
     return h("table", { class: "keys mono" }, h("thead", {}, h("tr", {}, heads.map((head) => h("th", {}, head)))),
-      h("tbody", {}, rows.map(([key, ...values]) => h("tr", {}, h("td", {}, key),
-        values.map((value, i) => h("td", { class: values.length < 2 ? "" : i ? "new" : "old" }, value === undefined ? "–" : text(value)))))));
+      h("tbody", {}, rows.map(([key, ...values]) => h("tr", {}, h("td", {}, Dom.breakable(key)),
+        values.map((value, i) => h("td", { class: values.length < 2 ? "" : i ? "new" : "old" }, value === undefined ? "–" : Dom.breakable(text(value))))))));
   }
 
   /** Keys whose values differ between two runs. */
@@ -40,7 +40,7 @@ const Config = (() => {
     await draw();
     return {
       element: h("div", {}, h("div", { class: "row" },
-        h("input", { type: "search", placeholder: "Search keys and values", "aria-label": "Search keys", oninput: (event) => { search = event.target.value; draw(); } }),
+        h("input", { type: "search", class: "keys-search", placeholder: "Search keys and values", "aria-label": "Search keys", oninput: (event) => { search = event.target.value; draw(); } }),
         others.length ? h("label", { class: "muted" }, "Compare with ", h("select", { "aria-label": "Compare with", onchange: (event) => { against = event.target.value; draw(); } },
           h("option", { value: "" }, run.parent_name ? "its parent" : "the defaults"), others.map((each) => h("option", { value: each.id }, each.name)))) : null), body),
     };

@@ -4,6 +4,7 @@
 const Curves = (() => {
   const { h, fill, number } = Dom;
   const FIRST = ["reward", "val-core", "train", "val", "actor", "critic", "response_length"];
+  const MOST_RUNS = 24; // of more, the first ones are drawn until others are ticked
   const settings = { text: "", smooth: 0, log: false, x: "step" };
 
   const prefix = (name) => (name.includes("/") ? name.slice(0, name.indexOf("/")) : "other");
@@ -36,15 +37,17 @@ const Curves = (() => {
 
   async function page({ run, params }) {
     const family = Charts.family("curves");
-    const asked = (params.get("with") || "").split(",");
+    const asked = params.has("with") ? params.get("with").split(",") : Runs.all().slice(0, MOST_RUNS).map((each) => each.id);
     const chosen = new Set([run.id, ...asked.filter((id) => Runs.byId(id))]);
     const charts = new Map(); // section/name -> chart
     const body = h("div", {});
+    let about = {};
     const runs = () => Runs.all().filter((each) => chosen.has(each.id));
     const forks = () => runs().map((each) => each.fork_step).filter((step) => step !== null && step !== undefined);
 
     async function metricsOf() {
       const all = await Promise.all(runs().map((each) => Source.get(`run/${each.id}/metrics.json`)));
+      about = Object.assign({}, ...all.map((each) => each.about));
       return { names: [...new Set(all.flatMap((each) => Object.keys(each.series)))].sort(), shown: [...new Set(all.flatMap((each) => each.shown))] };
     }
 
@@ -66,7 +69,7 @@ const Curves = (() => {
         for (const name of names) {
           const key = `${title}|${name}`;
           if (charts.has(key)) continue;
-          const chart = Charts.card(name, { family, height: 190, mark: forks(), onTitle: enlarge });
+          const chart = Charts.card(name, { family, height: 190, mark: forks(), onTitle: enlarge, about: about[name] });
           charts.set(key, chart);
           grid.append(chart.element);
           update(chart, name);

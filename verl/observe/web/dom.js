@@ -94,10 +94,23 @@ const Dom = (() => {
     box.style.top = `${y + 18 + height > innerHeight ? Math.max(4, y - height - 12) : y + 18}px`;
   }
 
+  /** Show a description at the pointer. */
+  function described(element, description) {
+    if (!description) return element;
+    element.addEventListener("pointerenter", (event) => tip(description, event.clientX, event.clientY));
+    element.addEventListener("pointerleave", () => tip(null));
+    return element;
+  }
+
+  /** A path or a key, which breaks between its parts before it breaks elsewhere. */
+  const breakable = (value) => String(value).split(/(?<=[/._])/).flatMap((part, i) => (i ? [h("wbr"), part] : [part]));
+
+  const percent = (share) => `${(100 * share).toFixed(share < 0.0995 ? 1 : 0)} %`;
+
   const empty = (message) => h("p", { class: "empty" }, message);
 
   /** A colour of the theme. */
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-  return { h, append, fill, number, signed, seconds, text, later, choice, tip, empty, colour };
+  return { h, append, fill, number, signed, seconds, text, later, choice, tip, described, breakable, percent, empty, colour };
 })();

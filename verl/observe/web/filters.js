@@ -60,7 +60,7 @@ const Filters = (() => {
   }
 
   /** All controls. `changed(rebuild)` is called after every change; `search` when the text changed. */
-  function make(table, state, { changed, search }) {
+  function make(run, table, state, { changed, search }) {
     const { filter } = state;
     const now = Dom.later(changed, 30);
     const bars = rewardBars(table, filter, changed);
@@ -69,13 +69,13 @@ const Filters = (() => {
     const names = table.names;
     const element = h("div", { class: "card filters" },
       h("div", { class: "row" }, input, bars.element),
-      h("div", { class: "row" },
-        rangeField("step", filter, "step", now), rangeField("reward", filter, "score", now), rangeField("tokens", filter, "length", now),
-        selectField("finish", filter, "finish", names.finish, changed), selectField("source", filter, "source", names.source, changed),
+      h("details", { class: "more", open: !matchMedia("(max-width: 640px)").matches || state.more, ontoggle: (event) => { state.more = event.target.open; } }, h("summary", {}, "Filters"), h("div", { class: "row" },
+        rangeField("step", filter, "step", now), rangeField(run.score, filter, "score", now), rangeField("tokens", filter, "length", now),
+        selectField(run.kind === "offline" ? "answer" : "finish", filter, "finish", names.finish, changed), selectField("source", filter, "source", names.source, changed),
         chip("with error", filter.error, (on) => { filter.error = on; changed(); }),
         state.mode === "groups" ? [["mixed", "mixed rewards"], ["equal", "all equal"]].map(([value, label]) =>
           chip(label, filter.groups === value, (on) => { filter.groups = on ? value : ""; changed(true); })) : null,
-        h("button", { type: "button", class: "chip", onclick: () => { Object.assign(filter, blank()); changed(true); } }, "Reset")));
+        h("button", { type: "button", class: "chip", onclick: () => { Object.assign(filter, blank()); changed(true); } }, "Reset"))));
     return { element, draw: bars.draw, focus: () => input.focus() };
   }
 

@@ -6,18 +6,22 @@ const Group = (() => {
   const chosen = { colour: "", layout: "columns", order: "line" };
   const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
 
-  function facts(rows) {
+  function facts(rows, name) {
     const scores = rows.map((row) => row.score).filter((score) => typeof score === "number");
-    if (!scores.length) return `${number(rows.length)} responses, none has a reward`;
+    const count = rows.length === 1 ? "one response" : `${number(rows.length)} responses`;
+    if (!scores.length) return `${count} without a ${name}`;
+    if (rows.length === 1) return `${count}, ${name} ${number(scores[0])}`;
     const average = mean(scores), spread = Math.sqrt(mean(scores.map((score) => (score - average) ** 2)));
-    return `${number(rows.length)} responses, reward ${number(average)} ± ${number(spread)}, from ${number(Math.min(...scores))} to ${number(Math.max(...scores))}`;
+    return `${count}, ${name} ${number(average)} ± ${number(spread)}, from ${number(Math.min(...scores))} to ${number(Math.max(...scores))}`;
   }
 
   const ORDERS = { line: (a, b) => a.line - b.line, score: (a, b) => (b.score === null ? -Infinity : b.score) - (a.score === null ? -Infinity : a.score) || a.line - b.line, length: (a, b) => a.length - b.length || a.line - b.line };
 
   async function page({ run, params, go, href }) {
     const kind = params.get("kind") === "validation" ? "validation" : "rollouts";
-    const step = Number(params.get("step")), code = Number(params.get("uid"));
+    const step = Number(params.get("step")), table = await Rollouts.tableOf(run, kind);
+    const code = table.names.uid.indexOf(params.get("uid"));
+    if (code < 0) throw new Error(`This run has no ${kind === "validation" ? "validation" : "training"} prompt with the id ${params.get("uid")}.`);
     const group = await Source.group(run.id, kind, step, code);
     const kinds = Tokens.available(group.rows);
     const samePrompt = group.rows.every((row) => row.prompt === group.rows[0].prompt);
@@ -29,7 +33,7 @@ const Group = (() => {
       const limit = colour ? Tokens.limitOf(colour, group.rows) : 1;
       const rows = [...group.rows].sort(ORDERS[chosen.order]);
       columns.classList.toggle("stacked", chosen.layout === "stacked");
-      fill(columns, rows.map((row) => ResponseCard.card(row, { colour, limit, number: group.rows.indexOf(row) + 1, prompt: !samePrompt })));
+      fill(columns, rows.map((row) => ResponseCard.card(row, { colour, limit, number: group.rows.indexOf(row) + 1, prompt: !samePrompt, score: run.score })));
       fill(legend, colour ? Tokens.legend(colour, limit) : null);
       focus(at, false);
     }
@@ -57,11 +61,11 @@ const Group = (() => {
     return {
       element: h("div", { class: "group" },
         h("div", { class: "row" }, h("a", { href: href("rollouts", { run: run.id, kind }) }, "← ", kind === "validation" ? "Validation" : "Training"), h("strong", {}, `step ${number(group.step)}`),
-          h("span", {}, facts(group.rows)), h("code", { class: "muted wide-only" }, group.uid), h("span", { class: "grow" }),
+          h("span", {}, facts(group.rows, run.score)), h("code", { class: "muted wide-only" }, group.uid), h("span", { class: "grow" }),
           h("button", { type: "button", onclick: () => move(-1) }, "Previous ", h("kbd", { class: "wide-only" }, "k")), h("button", { type: "button", onclick: () => move(1) }, "Next ", h("kbd", { class: "wide-only" }, "j"))),
-        samePrompt && first ? h("div", { class: "card prompt", style: { margin: "10px 0" } }, h("details", { open: true }, h("summary", { class: "muted" }, "prompt"), h("p", { class: "text fold" }, first.prompt)), ResponseCard.field("ground truth", first.ground_truth)) : null,
+        samePrompt && first ? h("div", { class: "card prompt", style: { margin: "10px 0" } }, ResponseCard.prompt(first.prompt), ResponseCard.field("ground truth", first.ground_truth)) : null,
         h("div", { class: "row", style: { margin: "10px 0" } }, kinds.length ? colours : null, legend, h("span", { class: "grow" }), order, layout),
-        group.tokens ? null : group.tokens_note ? h("p", { class: "muted" }, group.tokens_note) : null, columns),
+        group.tokens || run.kind === "offline" ? null : group.tokens_note ? h("p", { class: "muted" }, group.tokens_note) : null, columns),
       shown: () => focus(at),
       key(name) {
         if (name === "ArrowRight") focus(at + 1); else if (name === "ArrowLeft") focus(at - 1);

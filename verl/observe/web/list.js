@@ -3,7 +3,7 @@
 
 const List = (() => {
   const { h, fill } = Dom;
-  const HEIGHT = 32, EXTRA = 6, MOST_PX = 8_000_000; // browsers limit the height of an element
+  const HEIGHT = 54, EXTRA = 6, MOST_PX = 8_000_000; // browsers limit the height of an element
 
   /**
    * @param {{columns: string, line: function(number): Array, select: function(number), open: function(number)}} parts

@@ -31,6 +31,12 @@ const Overview = (() => {
   const crashCard = (crash) => crash && h("article", { class: "card crash" }, h("strong", { class: "bad" }, "The run crashed"),
     h("pre", {}, crash.cause), crash.fix ? h("p", { class: "try" }, "What to do: ", crash.fix) : null);
 
+  /** Names and numbers stand out; paths are long, and break between folders. */
+  function fact([label, text]) {
+    const [name, path] = label === "run" ? text.split("   ") : [text, null];
+    return h("div", {}, h("dt", {}, label), h("dd", { class: label === "model" ? "path" : null }, Dom.breakable(name), path ? h("span", { class: "path" }, Dom.breakable(path)) : null));
+  }
+
   /** @returns {Promise<{element: HTMLElement, refresh: Function, close: Function, theme: Function}>} */
   async function page({ run, href }) {
     const family = Charts.family("overview");
@@ -42,13 +48,14 @@ const Overview = (() => {
     async function refresh() {
       const [summary, metrics] = await Promise.all([Source.get(`run/${run.id}/summary.json`), Source.get(`run/${run.id}/metrics.json`)]);
       fill(top, crashCard(summary.crash),
-        h("dl", { class: "card facts" }, summary.facts.map(([label, text]) => h("div", {}, h("dt", {}, label), h("dd", {}, text)))),
+        h("dl", { class: "card facts" }, summary.facts.map(fact)),
         summary.notes.map((note) => h("p", { class: "muted" }, note)),
         findings(summary.findings),
+        StepTime.card(run, metrics),
         h("h2", {}, "Curves ", h("a", { class: "muted", href: href("curves", { run: run.id }) }, `all ${number(Object.keys(metrics.series).length)}`)));
       for (const name of metrics.shown) {
         if (!charts.has(name)) {
-          charts.set(name, Charts.card(name, { family, height: 150, mark }));
+          charts.set(name, Charts.card(name, { family, height: 150, mark, about: metrics.about[name] }));
           grid.append(charts.get(name).element);
         }
         charts.get(name).set(await Charts.linesOf([run], name, Charts.bySteps), { smooth: 0, log: false, x: "step" });

@@ -22,37 +22,43 @@ const Rollouts = (() => {
 
   function meter(score, [low, high]) {
     const share = Number.isNaN(score) ? 0 : high > low ? (score - low) / (high - low) : 1;
-    return [h("span", { class: "meter" }, h("i", { style: { width: `${100 * share}%` } })), number(score)];
+    return [h("span", { class: "meter" }, h("i", { style: { width: `${100 * share}%` } })), h("span", {}, number(score))];
+  }
+
+  /** A preview in one line: its start gives way to its end, where answers are. */
+  function peek(text) {
+    const at = text.length > 80 ? text.length - 40 : text.length;
+    return h("span", { class: "peek" }, h("span", { class: "start" }, text.slice(0, at) || "(empty)"), h("span", {}, text.slice(at)));
   }
 
   /** [key to sort by, heading, width, cell] of the columns; narrow screens get the first ones. */
-  function columnsOf(table, mode, found) {
+  function columnsOf(run, table, mode, found) {
     const narrow = matchMedia("(max-width: 640px)").matches;
     const scores = Table.range(table.score);
-    const cell = (value) => h("span", { class: "num" }, value);
+    const cell = (value, more = "") => h("span", { class: `num ${more}` }, value);
     if (mode === "groups") {
       const groups = found.groups;
       return [
         ["step", "step", "52px", (g) => cell(number(groups.step[g]))],
-        ["mean", "reward", "96px", (g) => cell(meter(groups.mean[g], scores))],
+        ["mean", run.score, "96px", (g) => cell(meter(groups.mean[g], scores), "metered")],
         ["std", "spread", "60px", (g) => cell(number(groups.std[g]))],
         ["n", "n", "34px", (g) => cell(number(groups.n[g]))],
         ["length", "tokens", "60px", (g) => cell(number(Math.round(groups.length[g])))],
         ...(narrow ? [] : [["error", "errors", "50px", (g) => cell(groups.error[g] ? h("span", { class: "bad" }, number(groups.error[g])) : "")],
-          [null, "prompt", "minmax(60px, 1fr)", (g) => h("span", { class: "muted" }, table.names.uid[table.uid[groups.first[g]]])]]),
+          [null, "id", "minmax(60px, 1fr)", (g) => h("span", { class: "muted" }, table.names.uid[table.uid[groups.first[g]]])]]),
       ];
     }
     const turns = table.turns.some((value) => value > 1);
     return [
       ["step", "step", "52px", (r) => cell(number(table.step[r]))],
-      ["score", "reward", "96px", (r) => cell(meter(table.score[r], scores))],
-      ["advantage", "adv", "62px", (r) => cell(signed(table.advantage[r]))],
+      ["score", run.score, "96px", (r) => cell(meter(table.score[r], scores), "metered")],
+      ...(run.kind === "offline" ? [] : [["advantage", "adv", "62px", (r) => cell(signed(table.advantage[r]))]]),
       ["length", "tokens", "56px", (r) => cell(number(table.length[r]))],
-      ["finish", "finish", "minmax(56px, 80px)", (r) => h("span", { class: table.error[r] ? "bad" : "" }, table.error[r] ? "error" : table.names.finish[table.finish[r]])],
+      ...(table.names.finish.join("") === "" && !table.error.includes(1) ? [] : [["finish", run.kind === "offline" ? "answer" : "finish", "minmax(56px, 80px)", (r) => h("span", { class: table.error[r] ? "bad" : "" }, table.error[r] ? "error" : table.names.finish[table.finish[r]])]]),
       ...(narrow ? [] : [
         ...(turns ? [["turns", "turns", "44px", (r) => cell(number(table.turns[r]))]] : []),
         ...(table.names.source.length > 1 ? [["source", "source", "minmax(50px, 110px)", (r) => h("span", {}, table.names.source[table.source[r]])]] : []),
-        ["uid", "prompt", "minmax(60px, 1fr)", (r) => h("span", { class: "muted" }, table.names.uid[table.uid[r]])]]),
+        ["uid", "id", "minmax(60px, 1fr)", (r) => h("span", { class: "muted" }, table.names.uid[table.uid[r]])]]),
     ];
   }
 
@@ -79,12 +85,18 @@ const Rollouts = (() => {
     const same = (item) => table.step[found.row(item)] === step && table.uid[found.row(item)] === code;
     const start = found.items.findIndex(same);
     for (let i = start; start >= 0 && i >= 0 && i < found.items.length; i += by)
-      if (!same(found.items[i])) return { step: table.step[found.row(found.items[i])], uid: table.uid[found.row(found.items[i])] };
+      if (!same(found.items[i])) return { step: table.step[found.row(found.items[i])], uid: table.names.uid[table.uid[found.row(found.items[i])]] };
     return null;
   }
 
+  /** What is opened first: training, or where that is empty or its rows were given, validation. */
+  async function usualKind(run) {
+    const [training, validation] = await Promise.all(["rollouts", "validation"].map((kind) => tableOf(run, kind)));
+    return validation.count && (run.kind === "offline" || !training.count) ? "validation" : "rollouts";
+  }
+
   async function page({ run, params, go }) {
-    const kind = params.get("kind") === "validation" ? "validation" : "rollouts";
+    const kind = params.get("kind") || await usualKind(run);
     const state = stateOf(run, kind);
     let table = await tableOf(run, kind), rowAt = Table.rowFinder(table);
     let found = null, columns = [], ticket = { cancelled: false };
@@ -93,7 +105,7 @@ const Rollouts = (() => {
     let filters = null;
 
     const groupOf = (position) => { const row = found.row(found.items[position]); return { row, step: table.step[row], uid: table.uid[row] }; };
-    const open = (position) => { const { row, step, uid } = groupOf(position); go("group", { run: run.id, kind, step, uid, line: table.line[row] }); };
+    const open = (position) => { const { row, step, uid } = groupOf(position); go("group", { run: run.id, kind, step, uid: table.names.uid[uid], line: table.line[row] }); };
     const preview = Dom.later(async (position) => {
       const { row, step, uid } = groupOf(position);
       try {
@@ -101,14 +113,14 @@ const Rollouts = (() => {
         if (list.chosen() !== position) return;
         const own = group.rows.find((each) => each.line === table.line[row]) || group.rows[0];
         fill(pane, h("div", { class: "row", style: { "margin-bottom": "8px" } }, h("strong", { class: "grow" }, `step ${number(step)}`), h("button", { type: "button", onclick: () => open(position) }, `Open group of ${group.rows.length} `, h("kbd", {}, "enter"))),
-          ResponseCard.card(own, { colour: "", prompt: true }));
+          ResponseCard.card(own, { colour: "", prompt: true, score: run.score }));
       } catch (error) {
         fill(pane, Dom.empty(error.message));
       }
     }, 60);
     const list = List.make({
       get columns() { return columns.map((column) => column[2]).join(" "); },
-      line: (i) => columns.map((column) => column[3](found.items[i])),
+      line: (i) => [...columns.map((column) => column[3](found.items[i])), peek(state.mode === "groups" ? table.prompts[table.uid[found.row(found.items[i])]] : table.text[found.items[i]])],
       select: (position) => {
         state.chosen = position;
         if (getComputedStyle(pane).display === "none") open(position); else preview(position);
@@ -127,7 +139,7 @@ const Rollouts = (() => {
       const began = performance.now();
       found = query(table, state);
       listed = { key: `${run.id}/${kind}`, table, found };
-      columns = columnsOf(table, state.mode, found);
+      columns = columnsOf(run, table, state.mode, found);
       drawHead();
       filters.draw();
       list.set(found.items.length, keep < found.items.length ? keep : -1);
@@ -164,7 +176,7 @@ const Rollouts = (() => {
     }
 
     function build() {
-      filters = Filters.make(table, state, { changed, search });
+      filters = Filters.make(run, table, state, { changed, search });
       fill(filterBox, filters.element);
     }
 
@@ -186,7 +198,7 @@ const Rollouts = (() => {
       table.left_out ? h("p", { class: "muted left-out" }, table.left_out) : null,
       h("div", { class: "split" }, h("div", { class: "card list" }, head, list.element, h("div", { class: "status" }, status, timing)), pane));
     return {
-      element: table.count ? element : h("div", {}, kinds, Dom.empty("No response was recorded.")), refresh,
+      element: table.count ? element : h("div", {}, kinds, Dom.empty(table.left_out || (run.kind === "offline" ? `No sample was recorded: there are those of ${kind === "validation" ? "each validation (data.val_files)" : "the first step"}.` : "No response was recorded."))), refresh,
       shown() {
         update(state.chosen);
         fill(pane, Dom.empty("Choose a response."));
@@ -205,5 +217,5 @@ const Rollouts = (() => {
     };
   }
 
-  return { page, neighbour };
+  return { page, neighbour, tableOf };
 })();

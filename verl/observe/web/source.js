@@ -20,7 +20,7 @@ const Source = (() => {
   async function load(path) {
     if (fromServer) {
       const answer = await fetch(path, { cache: "no-store" });
-      if (!answer.ok) throw new Error(answer.status === 404 ? "This run has no such data." : await answer.text());
+      if (!answer.ok) throw new Error(answer.status === 404 ? "The run does not have what this address names." : await answer.text());
       return answer.json();
     }
     const element = embedded.get(path);

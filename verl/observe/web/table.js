@@ -10,7 +10,7 @@ const Table = (() => {
    * @returns {Object} typed columns, `codes` and `names` of uid, finish and source
    */
   function open(index) {
-    const table = { count: index.count, names: {}, left_out: index.left_out || "", orders: new Map() };
+    const table = { count: index.count, names: {}, text: index.text, prompts: index.uid.prompts, left_out: index.left_out || "", orders: new Map() };
     for (const name of COLUMNS) table[name] = Float64Array.from(index[name] || [], missing);
     for (const name of ["uid", "finish", "source"]) {
       table[name] = Int32Array.from(index[name].codes);

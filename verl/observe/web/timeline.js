@@ -3,8 +3,10 @@
 
 const Timeline = (() => {
   const { h, fill, seconds, number, colour } = Dom;
-  const ROW = 20, LABEL = 92, TOP = 26, GAP = 10;
-  const HUES = [222, 28, 145, 340, 190, 275, 45, 165, 300, 95, 10, 250];
+  const LABEL = 92, TOP = 26, GAP = 10;
+  const ROUND = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 21600, 43200, 86400]; // seconds between ticks
+
+  let ROW = 20; // pixels; higher where there are few rows
 
   /** Rows below each other for spans that are inside another one of the same process. */
   function layout(spans) {
@@ -13,7 +15,6 @@ const Timeline = (() => {
       if (!processes.has(process)) processes.set(process, []);
       processes.get(process).push({ name, start, end, step, depth: 0 });
     }
-    let y = TOP;
     const tracks = [];
     const order = ([a], [b]) => (b === "controller") - (a === "controller") || a.localeCompare(b, "en", { numeric: true });
     for (const [process, found] of [...processes].sort(order)) {
@@ -26,8 +27,14 @@ const Timeline = (() => {
         depth = Math.max(depth, open.length);
         open.push(span);
       }
-      tracks.push({ process, y, height: (depth + 1) * ROW, spans: found });
-      y += (depth + 1) * ROW + GAP;
+      tracks.push({ process, rows: depth + 1, spans: found });
+    }
+    const rows = tracks.reduce((sum, track) => sum + track.rows, 0);
+    ROW = rows <= 4 ? 36 : rows <= 10 ? 26 : 20;
+    let y = TOP;
+    for (const track of tracks) {
+      Object.assign(track, { y, height: track.rows * ROW });
+      y += track.height + GAP;
     }
     return { tracks, height: y + 6 };
   }
@@ -39,18 +46,28 @@ const Timeline = (() => {
     return [...sums].sort((a, b) => b[1] - a[1]);
   }
 
+  /** Seconds between ticks: round, and at least `width`. */
   function niceStep(width) {
     const power = 10 ** Math.floor(Math.log10(width));
-    return [1, 2, 5, 10].map((m) => m * power).find((each) => each >= width) || width;
+    const round = width < 1 ? [1, 2, 5, 10].map((m) => m * power) : ROUND;
+    return round.find((each) => each >= width) || Math.ceil(width / 86400) * 86400;
+  }
+
+  /** A time as a clock shows it, with as many digits as tell neighbouring ticks apart. */
+  function clock(time, gap) {
+    const digits = gap < 1 ? Math.ceil(-Math.log10(gap) - 1e-9) : 0;
+    const rest = (time % 60).toFixed(digits), whole = Math.floor(time / 60);
+    if (time < 60) return `${rest} s`;
+    const padded = rest.padStart(digits ? digits + 3 : 2, "0");
+    return whole < 60 ? `${whole}:${padded}` : `${Math.floor(whole / 60)}:${String(whole % 60).padStart(2, "0")}:${padded}`;
   }
 
   async function page({ run }) {
     const canvas = h("canvas", {});
     const box = h("div", { class: "card timeline" }, canvas);
-    const note = h("p", { class: "muted" }), swatches = h("div", { class: "swatches" });
-    let tracks = [], height = 0, end = 1, from = 0, to = 1, hues = new Map(), steps = [];
+    const note = h("p", { class: "muted" }), swatches = h("div", { class: "swatches" }), times = h("div", {});
+    let tracks = [], height = 0, end = 1, from = 0, to = 1, steps = [];
 
-    const paint = (name, dark) => `hsl(${hues.get(name)} ${dark ? "48% 42%" : "62% 66%"})`;
     const isDark = () => document.documentElement.dataset.theme === "dark";
     const plotWidth = () => Math.max(50, box.clientWidth - LABEL - 8);
     const toX = (time) => LABEL + ((time - from) / (to - from)) * plotWidth();
@@ -68,11 +85,14 @@ const Timeline = (() => {
       const gap = niceStep((to - from) / Math.max(2, plotWidth() / 110));
       ctx.strokeStyle = colour("--grid");
       ctx.fillStyle = colour("--muted");
-      for (let time = Math.ceil(from / gap) * gap; time <= to; time += gap) {
-        const x = Math.round(toX(time)) + 0.5;
+      const ticks = [];
+      for (let k = Math.ceil(from / gap); k * gap <= to; k++) {
+        const time = k * gap, x = Math.round(toX(time)) + 0.5;
         ctx.beginPath(); ctx.moveTo(x, TOP - 6); ctx.lineTo(x, height); ctx.stroke();
-        ctx.fillText(gap < 1 ? `${Number(time.toPrecision(4))} s` : seconds(time), x + 3, 11);
+        ticks.push(clock(time, gap));
+        ctx.fillText(ticks[ticks.length - 1], x + 3, 11);
       }
+      canvas.dataset.ticks = ticks.join(" ");
       for (const track of tracks) {
         ctx.save();
         ctx.beginPath(); ctx.rect(LABEL, track.y, plotWidth(), track.height); ctx.clip();
@@ -83,7 +103,7 @@ const Timeline = (() => {
           if (w < 1 && x < (covered[span.depth] || -1)) continue;
           covered[span.depth] = x + Math.max(w, 1);
           const y = track.y + span.depth * ROW;
-          ctx.fillStyle = paint(span.name, dark);
+          ctx.fillStyle = StepTime.paint(span.name);
           ctx.fillRect(x, y, Math.max(w - (w > 4 ? 1 : 0), 0.75), ROW - 2);
           const left = Math.max(x, LABEL), visible = x + w - left;
           if (visible > 34) {
@@ -150,16 +170,17 @@ const Timeline = (() => {
     }
 
     async function refresh() {
-      const data = await Source.get(`run/${run.id}/timeline.json`);
+      const [data, metrics] = await Promise.all([Source.get(`run/${run.id}/timeline.json`), Source.get(`run/${run.id}/metrics.json`)]);
       const whole = to >= end;
       ({ tracks, height } = layout(data.spans));
       const names = totals(tracks);
-      hues = new Map(names.map(([name], i) => [name, HUES[i % HUES.length]]));
       end = data.spans.reduce((most, span) => Math.max(most, span[3]), 0) || 1;
       steps = [...new Set(data.spans.map((span) => span[4]))].sort((a, b) => a - b);
       box.hidden = !data.spans.length;
       fill(note, data.spans.length ? `${number(steps.length)} steps, ${seconds(end)}. Drag to move, double-click a phase to see its step.` : "No phase was recorded.");
-      fill(swatches, names.slice(0, 24).map(([name, sum]) => h("span", {}, h("i", { style: { background: paint(name, isDark()) } }), name, h("span", { class: "muted" }, ` ${seconds(sum)}`))));
+      fill(times, StepTime.card(run, metrics));
+      const named = StepTime.names(run, metrics);
+      fill(swatches, names.filter(([name]) => !named.includes(name)).slice(0, 24).map(([name, sum]) => StepTime.swatch(name, seconds(sum))));
       if (whole) showSteps(steps[Math.max(0, steps.length - 3)], steps[steps.length - 1]);
       else draw();
     }
@@ -169,7 +190,7 @@ const Timeline = (() => {
     await refresh();
     const button = (name, action) => h("button", { type: "button", onclick: action }, name);
     return {
-      element: h("div", {}, h("div", { class: "row" },
+      element: h("div", {}, times, h("div", { class: "row" },
         button("All", () => show(0, end)), button("Newest step", () => showSteps(steps[steps.length - 1], steps[steps.length - 1])),
         button("Zoom in", () => zoom(0.5)), button("Zoom out", () => zoom(2)),
         button("Earlier", () => show(from - (to - from) * 0.6, to - (to - from) * 0.6)), button("Later", () => show(from + (to - from) * 0.6, to + (to - from) * 0.6))),
@@ -184,5 +205,5 @@ const Timeline = (() => {
     };
   }
 
-  return { page, layout };
+  return { page, layout, clock, niceStep };
 })();
