@@ -2,8 +2,8 @@
 
 The wheel and its requirements are installed into an empty environment, then the demo and at least one command of each
 kind are typed in an empty folder, with an empty home and without this checkout. Every extra is then installed over that
-environment, each in one of its own, and a command that fails without the extra is typed there. Only the standard library
-is needed; packages come from the registry that pip is configured for.
+environment, each in one of its own, and a command that fails without the extra is typed there. Only the standard
+library is needed; packages come from the registry that pip is configured for.
 """
 
 from __future__ import annotations
