@@ -74,7 +74,7 @@ def _page(root: Path, target: str) -> tuple[str, str]:
         names = [name for name in names if not name.startswith((".", "__"))]
         listed = "".join(f"- [{name}]({name})\n" for name in names)
         return f"{target}/README.md", f"{text}\n## Files\n\n{listed}" if listed else text
-    if path.name == "README.md":
+    if path.name == "README.md" and posixpath.dirname(target):
         return _page(root, posixpath.dirname(target))
     text = path.read_text("utf-8")
     if path.suffix == ".md":
