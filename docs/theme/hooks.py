@@ -50,8 +50,11 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Links that leave docs/, as links to the pages above."""
+    """Links that leave docs/, as links to the pages above. Search finds pages of the documentation before those."""
+    if page.file.src_uri == "index.md":
+        page.meta["hide"] = ["navigation"]  # the tabs have it
     if page.file.src_uri.startswith(f"{FOLDER}/"):
+        page.meta["search"] = {"boost": 0.3}
         return markdown  # was rewritten when it was made
     return _rewritten(Path(config.docs_dir).parent, f"docs/{page.file.src_uri}", markdown)
 
@@ -71,7 +74,7 @@ def _page(root: Path, target: str) -> tuple[str, str]:
         names = [name for name in names if not name.startswith((".", "__"))]
         listed = "".join(f"- [{name}]({name})\n" for name in names)
         return f"{target}/README.md", f"{text}\n## Files\n\n{listed}" if listed else text
-    if path.name == "README.md":
+    if path.name == "README.md" and posixpath.dirname(target):
         return _page(root, posixpath.dirname(target))
     text = path.read_text("utf-8")
     if path.suffix == ".md":

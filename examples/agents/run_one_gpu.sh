@@ -7,12 +7,12 @@ data=${DATA:-data/gsm8k}
 test -e "$data/train.parquet" || verl prepare gsm8k --to "$data"
 
 verl train algorithm.adv_estimator=grpo \
-    actor_rollout_ref.model.path="$model" \
+    model.path="$model" \
     data.train_files="$data/train.parquet" data.val_files="$data/test.parquet" \
     data.train_batch_size=128 data.max_prompt_length=768 data.max_response_length=1024 \
-    actor_rollout_ref.rollout.n=8 \
-    actor_rollout_ref.rollout.multi_turn.enable=True actor_rollout_ref.rollout.multi_turn.max_turns=6 \
-    actor_rollout_ref.rollout.multi_turn.tools=verl.agents.builtin_tools:calculator \
-    actor_rollout_ref.actor.ppo_mini_batch_size=64 actor_rollout_ref.actor.optim.lr=1e-6 \
+    rollout.n=8 \
+    rollout.multi_turn.enable=True rollout.multi_turn.max_turns=6 \
+    rollout.multi_turn.tools=verl.agents.builtin_tools:calculator \
+    actor.ppo_mini_batch_size=64 actor.optim.lr=1e-6 \
     trainer.total_epochs=3 trainer.test_freq=10 trainer.save_freq=50 \
     trainer.project_name=examples trainer.experiment_name=agents_one_gpu "$@"

@@ -7,14 +7,14 @@ data=${DATA:-data/gsm8k}
 test -e "$data/train.parquet" || verl prepare gsm8k --to "$data"
 
 verl train algorithm.adv_estimator=grpo \
-    actor_rollout_ref.model.path="$model" actor_rollout_ref.model.enable_gradient_checkpointing=True \
+    model.path="$model" model.enable_gradient_checkpointing=True \
     data.train_files="$data/train.parquet" data.val_files="$data/test.parquet" \
     data.train_batch_size=256 data.max_prompt_length=768 data.max_response_length=2048 \
-    actor_rollout_ref.rollout.n=8 actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.tensor_model_parallel_size=4 \
-    actor_rollout_ref.rollout.gpu_memory_utilization=0.6 \
-    actor_rollout_ref.rollout.multi_turn.enable=True actor_rollout_ref.rollout.multi_turn.max_turns=6 \
-    actor_rollout_ref.rollout.multi_turn.tools=verl.agents.builtin_tools:calculator \
-    actor_rollout_ref.actor.ppo_mini_batch_size=64 actor_rollout_ref.actor.optim.lr=1e-6 \
+    rollout.n=8 rollout.name=vllm rollout.tensor_model_parallel_size=4 \
+    rollout.gpu_memory_utilization=0.6 \
+    rollout.multi_turn.enable=True rollout.multi_turn.max_turns=6 \
+    rollout.multi_turn.tools=verl.agents.builtin_tools:calculator \
+    actor.ppo_mini_batch_size=64 actor.optim.lr=1e-6 \
     trainer.nnodes="${NODES:-4}" trainer.n_gpus_per_node="${GPUS:-8}" trainer.max_restarts=3 \
     trainer.total_epochs=5 trainer.test_freq=5 trainer.save_freq=20 \
     trainer.project_name=examples trainer.experiment_name=agents_several_nodes "$@"

@@ -10,8 +10,8 @@ test -e "$data/calculator/model" || python "$here/prepare.py" calculator --steps
 verl train --config-path "$here/calculator/agent.yaml" \
     data.train_files="$data/calculator/train.jsonl" data.val_files="$data/calculator/held_out.jsonl" \
     data.train_batch_size=16 data.val_max_samples=32 \
-    actor_rollout_ref.model.path="$data/calculator/model" \
-    actor_rollout_ref.rollout.multi_turn.tools="$here/calculator/agent.py:multiply" \
+    model.path="$data/calculator/model" \
+    rollout.multi_turn.tools="$here/calculator/agent.py:multiply" \
     reward.custom_reward_function.path="$here/calculator/agent.py" \
     trainer.total_training_steps=2 trainer.default_local_dir= \
     trainer.project_name=examples trainer.experiment_name=agents "$@"

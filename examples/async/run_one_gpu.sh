@@ -7,11 +7,11 @@ data=${DATA:-data/math}
 test -e "$data/train.parquet" || verl prepare math --to "$data"
 
 verl train algorithm.adv_estimator=grpo \
-    actor_rollout_ref.model.path="$model" actor_rollout_ref.model.enable_gradient_checkpointing=True \
+    model.path="$model" model.enable_gradient_checkpointing=True \
     data.train_files="$data/train.parquet" data.val_files="$data/test.parquet" \
     data.train_batch_size=64 data.max_prompt_length=1024 data.max_response_length=3072 \
     trainer.async_training.mode=carry_over algorithm.rollout_correction.bypass_mode=True \
-    actor_rollout_ref.rollout.n=8 \
-    actor_rollout_ref.actor.ppo_mini_batch_size=32 actor_rollout_ref.actor.optim.lr=1e-6 \
+    rollout.n=8 \
+    actor.ppo_mini_batch_size=32 actor.optim.lr=1e-6 \
     trainer.total_epochs=3 trainer.test_freq=10 trainer.save_freq=50 \
     trainer.project_name=examples trainer.experiment_name=async_one_gpu "$@"

@@ -13,13 +13,13 @@ esac
 
 # shellcheck disable=SC2086 # $async has several arguments
 verl train algorithm.adv_estimator=grpo \
-    actor_rollout_ref.model.path="$model" actor_rollout_ref.model.enable_gradient_checkpointing=True \
+    model.path="$model" model.enable_gradient_checkpointing=True \
     data.train_files="$data/train.parquet" data.val_files="$data/test.parquet" \
     data.train_batch_size=256 data.max_prompt_length=1024 data.max_response_length=3072 \
     trainer.async_training.mode="$mode" $async \
-    actor_rollout_ref.rollout.nnodes=1 actor_rollout_ref.rollout.n_gpus_per_node="${ROLLOUT_GPUS:-4}" \
-    actor_rollout_ref.rollout.n=8 actor_rollout_ref.rollout.name=vllm \
-    actor_rollout_ref.rollout.gpu_memory_utilization=0.85 \
-    actor_rollout_ref.actor.ppo_mini_batch_size=128 actor_rollout_ref.actor.optim.lr=1e-6 \
+    rollout.nnodes=1 rollout.n_gpus_per_node="${ROLLOUT_GPUS:-4}" \
+    rollout.n=8 rollout.name=vllm \
+    rollout.gpu_memory_utilization=0.85 \
+    actor.ppo_mini_batch_size=128 actor.optim.lr=1e-6 \
     trainer.n_gpus_per_node="${GPUS:-4}" trainer.total_epochs=10 trainer.test_freq=10 trainer.save_freq=20 \
     trainer.project_name=examples trainer.experiment_name="async_one_node_$mode" "$@"

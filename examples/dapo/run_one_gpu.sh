@@ -7,11 +7,11 @@ data=${DATA:-data/gsm8k}
 test -e "$data/train.parquet" || verl prepare gsm8k --to "$data"
 
 verl train recipe=dapo \
-    actor_rollout_ref.model.path="$model" \
+    model.path="$model" \
     data.train_files="$data/train.parquet" data.val_files="$data/test.parquet" \
     data.train_batch_size=64 data.max_prompt_length=512 data.max_response_length=1024 \
     data.filter_overlong_prompts=True \
-    actor_rollout_ref.rollout.n=8 reward.overlong_buffer.len=256 \
-    actor_rollout_ref.actor.ppo_mini_batch_size=32 actor_rollout_ref.actor.optim.lr=1e-6 \
+    rollout.n=8 reward.overlong_buffer.len=256 \
+    actor.ppo_mini_batch_size=32 actor.optim.lr=1e-6 \
     trainer.total_epochs=3 trainer.test_freq=10 trainer.save_freq=50 \
     trainer.project_name=examples trainer.experiment_name=dapo_one_gpu "$@"

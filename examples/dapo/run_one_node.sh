@@ -7,14 +7,14 @@ data=${DATA:-data/math}
 test -e "$data/train.parquet" || verl prepare math --to "$data"
 
 verl train recipe=dapo \
-    actor_rollout_ref.model.path="$model" actor_rollout_ref.model.enable_gradient_checkpointing=True \
+    model.path="$model" model.enable_gradient_checkpointing=True \
     data.train_files="$data/train.parquet" data.val_files="$data/test.parquet" \
     data.train_batch_size=256 data.max_prompt_length=1024 data.max_response_length=8192 \
     data.filter_overlong_prompts=True \
     reward.overlong_buffer.len=2048 \
-    actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.gpu_memory_utilization=0.6 \
-    actor_rollout_ref.actor.ppo_mini_batch_size=64 actor_rollout_ref.actor.optim.lr=1e-6 \
-    actor_rollout_ref.actor.optim.lr_warmup_steps=10 \
-    actor_rollout_ref.actor.fsdp_config.optimizer_offload=True \
+    rollout.name=vllm rollout.gpu_memory_utilization=0.6 \
+    actor.ppo_mini_batch_size=64 actor.optim.lr=1e-6 \
+    actor.optim.lr_warmup_steps=10 \
+    actor.fsdp_config.optimizer_offload=True \
     trainer.n_gpus_per_node="${GPUS:-8}" trainer.total_epochs=10 trainer.test_freq=5 trainer.save_freq=20 \
     trainer.project_name=examples trainer.experiment_name=dapo_one_node "$@"

@@ -7,12 +7,12 @@ data=${DATA:-data/gsm8k}
 test -e "$data/train.parquet" || verl prepare gsm8k --to "$data"
 
 verl train algorithm.adv_estimator=grpo \
-    actor_rollout_ref.model.path="$model" actor_rollout_ref.model.enable_gradient_checkpointing=True \
-    actor_rollout_ref.model.lora_rank=64 actor_rollout_ref.model.lora_alpha=128 \
+    model.path="$model" model.enable_gradient_checkpointing=True \
+    model.lora_rank=64 model.lora_alpha=128 \
     data.train_files="$data/train.parquet" data.val_files="$data/test.parquet" \
     data.train_batch_size=64 data.max_prompt_length=512 data.max_response_length=1024 \
-    actor_rollout_ref.rollout.n=8 \
-    actor_rollout_ref.actor.ppo_mini_batch_size=32 actor_rollout_ref.actor.optim.lr=1e-5 \
-    actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.001 \
+    rollout.n=8 \
+    actor.ppo_mini_batch_size=32 actor.optim.lr=1e-5 \
+    actor.use_kl_loss=True actor.kl_loss_coef=0.001 \
     trainer.total_epochs=3 trainer.test_freq=10 trainer.save_freq=50 \
     trainer.project_name=examples trainer.experiment_name=lora_one_gpu "$@"

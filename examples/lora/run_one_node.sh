@@ -7,13 +7,13 @@ data=${DATA:-data/math}
 test -e "$data/train.parquet" || verl prepare math --to "$data"
 
 verl train algorithm.adv_estimator=grpo \
-    actor_rollout_ref.model.path="$model" actor_rollout_ref.model.enable_gradient_checkpointing=True \
-    actor_rollout_ref.model.lora_rank=64 actor_rollout_ref.model.lora_alpha=128 \
+    model.path="$model" model.enable_gradient_checkpointing=True \
+    model.lora_rank=64 model.lora_alpha=128 \
     data.train_files="$data/train.parquet" data.val_files="$data/test.parquet" \
     data.train_batch_size=256 data.max_prompt_length=1024 data.max_response_length=3072 \
-    actor_rollout_ref.rollout.n=8 actor_rollout_ref.rollout.name=vllm \
-    actor_rollout_ref.rollout.tensor_model_parallel_size=8 actor_rollout_ref.rollout.gpu_memory_utilization=0.5 \
-    actor_rollout_ref.actor.ppo_mini_batch_size=64 actor_rollout_ref.actor.optim.lr=1e-5 \
-    actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.001 \
+    rollout.n=8 rollout.name=vllm \
+    rollout.tensor_model_parallel_size=8 rollout.gpu_memory_utilization=0.5 \
+    actor.ppo_mini_batch_size=64 actor.optim.lr=1e-5 \
+    actor.use_kl_loss=True actor.kl_loss_coef=0.001 \
     trainer.n_gpus_per_node="${GPUS:-8}" trainer.total_epochs=10 trainer.test_freq=5 trainer.save_freq=20 \
     trainer.project_name=examples trainer.experiment_name=lora_one_node "$@"

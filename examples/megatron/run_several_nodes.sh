@@ -8,18 +8,18 @@ data=${DATA:-data/math}
 test -e "$data/train.parquet" || verl prepare math --to "$data"
 
 verl train algorithm.adv_estimator=grpo \
-    actor_rollout_ref.model.path="$model" actor_rollout_ref.model.enable_gradient_checkpointing=True \
+    model.path="$model" model.enable_gradient_checkpointing=True \
     data.train_files="$data/train.parquet" data.val_files="$data/test.parquet" \
     data.train_batch_size=128 data.max_prompt_length=1024 data.max_response_length=7168 \
-    actor_rollout_ref.actor.strategy=megatron \
-    actor_rollout_ref.actor.megatron.tensor_model_parallel_size=8 \
-    actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2 \
-    actor_rollout_ref.actor.megatron.optimizer_offload=True \
-    actor_rollout_ref.actor.ppo_mini_batch_size=32 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1 \
-    actor_rollout_ref.actor.optim.lr=1e-6 actor_rollout_ref.actor.use_kl_loss=True \
-    actor_rollout_ref.ref.megatron.param_offload=True actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=2 \
-    actor_rollout_ref.rollout.n=8 actor_rollout_ref.rollout.name=vllm \
-    actor_rollout_ref.rollout.tensor_model_parallel_size=8 actor_rollout_ref.rollout.gpu_memory_utilization=0.5 \
+    actor.strategy=megatron \
+    actor.megatron.tensor_model_parallel_size=8 \
+    actor.megatron.pipeline_model_parallel_size=2 \
+    actor.megatron.optimizer_offload=True \
+    actor.ppo_mini_batch_size=32 actor.ppo_micro_batch_size_per_gpu=1 \
+    actor.optim.lr=1e-6 actor.use_kl_loss=True \
+    ref.megatron.param_offload=True ref.log_prob_micro_batch_size_per_gpu=2 \
+    rollout.n=8 rollout.name=vllm \
+    rollout.tensor_model_parallel_size=8 rollout.gpu_memory_utilization=0.5 \
     trainer.nnodes="${NODES:-2}" trainer.n_gpus_per_node="${GPUS:-8}" trainer.max_restarts=3 \
     trainer.total_epochs=5 trainer.test_freq=10 trainer.save_freq=10 \
     trainer.project_name=examples trainer.experiment_name=megatron_several_nodes "$@"

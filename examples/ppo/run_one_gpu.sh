@@ -7,10 +7,10 @@ data=${DATA:-data/gsm8k}
 test -e "$data/train.parquet" || verl prepare gsm8k --to "$data"
 
 verl train algorithm.adv_estimator=gae \
-    actor_rollout_ref.model.path="$model" \
+    model.path="$model" \
     data.train_files="$data/train.parquet" data.val_files="$data/test.parquet" \
     data.train_batch_size=512 data.max_prompt_length=512 data.max_response_length=512 \
-    actor_rollout_ref.actor.ppo_mini_batch_size=128 actor_rollout_ref.actor.optim.lr=1e-6 \
+    actor.ppo_mini_batch_size=128 actor.optim.lr=1e-6 \
     critic.optim.lr=1e-5 trainer.critic_warmup=5 \
     algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.001 \
     trainer.total_epochs=3 trainer.test_freq=10 trainer.save_freq=50 \

@@ -7,14 +7,14 @@ data=${DATA:-data/gsm8k}
 test -e "$data/train.parquet" || verl prepare gsm8k --to "$data"
 
 verl train algorithm.adv_estimator=gae \
-    actor_rollout_ref.model.path="$model" actor_rollout_ref.model.enable_gradient_checkpointing=True \
+    model.path="$model" model.enable_gradient_checkpointing=True \
     data.train_files="$data/train.parquet" data.val_files="$data/test.parquet" \
     data.train_batch_size=1024 data.max_prompt_length=512 data.max_response_length=1024 \
-    actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.gpu_memory_utilization=0.4 \
-    actor_rollout_ref.actor.ppo_mini_batch_size=256 actor_rollout_ref.actor.optim.lr=1e-6 \
+    rollout.name=vllm rollout.gpu_memory_utilization=0.4 \
+    actor.ppo_mini_batch_size=256 actor.optim.lr=1e-6 \
     critic.optim.lr=1e-5 critic.model.enable_gradient_checkpointing=True trainer.critic_warmup=5 \
-    critic.fsdp_config.optimizer_offload=True actor_rollout_ref.actor.fsdp_config.optimizer_offload=True \
+    critic.fsdp_config.optimizer_offload=True actor.fsdp_config.optimizer_offload=True \
     algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.001 \
-    actor_rollout_ref.ref.fsdp_config.param_offload=True \
+    ref.fsdp_config.param_offload=True \
     trainer.n_gpus_per_node="${GPUS:-8}" trainer.total_epochs=10 trainer.test_freq=5 trainer.save_freq=20 \
     trainer.project_name=examples trainer.experiment_name=ppo_one_node "$@"

@@ -7,16 +7,16 @@ data=${DATA:-data/math}
 test -e "$data/train.parquet" || verl prepare math --to "$data"
 
 verl train algorithm.adv_estimator=gae \
-    actor_rollout_ref.model.path="$model" actor_rollout_ref.model.enable_gradient_checkpointing=True \
+    model.path="$model" model.enable_gradient_checkpointing=True \
     data.train_files="$data/train.parquet" data.val_files="$data/test.parquet" \
     data.train_batch_size=1024 data.max_prompt_length=1024 data.max_response_length=3072 \
-    actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.tensor_model_parallel_size=4 \
-    actor_rollout_ref.rollout.gpu_memory_utilization=0.5 \
-    actor_rollout_ref.actor.ppo_mini_batch_size=256 actor_rollout_ref.actor.optim.lr=1e-6 \
+    rollout.name=vllm rollout.tensor_model_parallel_size=4 \
+    rollout.gpu_memory_utilization=0.5 \
+    actor.ppo_mini_batch_size=256 actor.optim.lr=1e-6 \
     critic.model.path="${CRITIC:-Qwen/Qwen2.5-7B-Instruct}" critic.model.enable_gradient_checkpointing=True \
     critic.optim.lr=1e-5 trainer.critic_warmup=5 \
     algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.001 \
-    actor_rollout_ref.ref.fsdp_config.param_offload=True \
+    ref.fsdp_config.param_offload=True \
     trainer.nnodes="${NODES:-4}" trainer.n_gpus_per_node="${GPUS:-8}" trainer.max_restarts=3 \
     trainer.total_epochs=10 trainer.test_freq=5 trainer.save_freq=10 \
     trainer.project_name=examples trainer.experiment_name=ppo_several_nodes "$@"

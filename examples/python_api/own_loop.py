@@ -1,6 +1,6 @@
 """A custom training loop: one worker generates, one trains, with your optimiser.
 
-python examples/python_api/own_loop.py --model FOLDER
+python examples/python_api/own_loop.py --model FOLDER        (data/sft_model of `verl demo --files data`, for instance)
 """
 
 import argparse
@@ -12,9 +12,8 @@ from verl.workers import RolloutWorker, TrainerWorker
 
 
 def compute_reward(prompt: str, response: str) -> float:
-    """The share of words that are the word "has"."""
-    words = response.split()
-    return sum(word == "has" for word in words) / max(len(words), 1)
+    """The share of characters that are digits."""
+    return sum(character.isdigit() for character in response) / max(len(response), 1)
 
 
 def main() -> None:
@@ -33,7 +32,9 @@ def main() -> None:
     trainer_worker = TrainerWorker(
         model=model, optimizer=optimizer, device="cpu", reward_function=compute_reward
     )
-    prompts = [[{"role": "user", "content": f"What has {name} ?"}] for name in ("Mia", "Tom", "Ben", "Ann")]
+    prompts = [
+        [{"role": "user", "content": f"How many apples has {name}?"}] for name in ("Mia", "Tom", "Ben", "Ann")
+    ]
     for step in range(args.steps):
         rollout_data = rollout_worker.generate(prompts)
         metrics = trainer_worker.train_step(rollout_data)

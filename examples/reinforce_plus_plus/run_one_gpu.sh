@@ -7,9 +7,9 @@ data=${DATA:-data/gsm8k}
 test -e "$data/train.parquet" || verl prepare gsm8k --to "$data"
 
 verl train recipe=reinforce_plus_plus \
-    actor_rollout_ref.model.path="$model" \
+    model.path="$model" \
     data.train_files="$data/train.parquet" data.val_files="$data/test.parquet" \
     data.train_batch_size=512 data.max_prompt_length=512 data.max_response_length=512 \
-    actor_rollout_ref.actor.ppo_mini_batch_size=128 actor_rollout_ref.actor.optim.lr=1e-6 \
+    actor.ppo_mini_batch_size=128 actor.optim.lr=1e-6 \
     trainer.total_epochs=3 trainer.test_freq=10 trainer.save_freq=50 \
     trainer.project_name=examples trainer.experiment_name=reinforce_plus_plus_one_gpu "$@"

@@ -6,10 +6,10 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # the model is too small to gain 
 test -e "$data/sft_model" || verl demo --files "$data"
 
 verl train recipe=reinforce_plus_plus \
-    actor_rollout_ref.model.path="$data/sft_model" \
+    model.path="$data/sft_model" \
     data.train_files="$data/train.parquet" data.val_files="$data/held_out.parquet" \
     data.train_batch_size=256 data.max_prompt_length=48 data.max_response_length=20 \
     reward.custom_reward_function.path="$data/reward.py" \
-    actor_rollout_ref.actor.ppo_mini_batch_size=128 actor_rollout_ref.actor.optim.lr=5e-4 \
+    actor.ppo_mini_batch_size=128 actor.optim.lr=5e-4 \
     trainer.total_training_steps=5 trainer.device=cpu \
     trainer.project_name=examples trainer.experiment_name=reinforce_plus_plus "$@"

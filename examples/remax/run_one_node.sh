@@ -7,10 +7,10 @@ data=${DATA:-data/gsm8k}
 test -e "$data/train.parquet" || verl prepare gsm8k --to "$data"
 
 verl train recipe=remax \
-    actor_rollout_ref.model.path="$model" actor_rollout_ref.model.enable_gradient_checkpointing=True \
+    model.path="$model" model.enable_gradient_checkpointing=True \
     data.train_files="$data/train.parquet" data.val_files="$data/test.parquet" \
     data.train_batch_size=512 data.max_prompt_length=512 data.max_response_length=1024 \
-    actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.gpu_memory_utilization=0.6 \
-    actor_rollout_ref.actor.optim.lr=1e-6 actor_rollout_ref.ref.fsdp_config.param_offload=True \
+    rollout.name=vllm rollout.gpu_memory_utilization=0.6 \
+    actor.optim.lr=1e-6 ref.fsdp_config.param_offload=True \
     trainer.n_gpus_per_node="${GPUS:-8}" trainer.total_epochs=10 trainer.test_freq=5 trainer.save_freq=20 \
     trainer.project_name=examples trainer.experiment_name=remax_one_node "$@"

@@ -6,10 +6,10 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # the model is too small to gain 
 test -e "$data/sft_model" || verl demo --files "$data"
 
 verl train recipe=remax \
-    actor_rollout_ref.model.path="$data/sft_model" \
+    model.path="$data/sft_model" \
     data.train_files="$data/train.parquet" data.val_files="$data/held_out.parquet" \
     data.train_batch_size=128 data.max_prompt_length=48 data.max_response_length=20 \
     reward.custom_reward_function.path="$data/reward.py" \
-    actor_rollout_ref.actor.optim.lr=5e-4 \
+    actor.optim.lr=5e-4 \
     trainer.total_training_steps=10 trainer.device=cpu \
     trainer.project_name=examples trainer.experiment_name=remax "$@"

@@ -131,6 +131,14 @@ def test_a_value_model_merges_and_is_recognised(tmp_path: Path, job: ModuleType)
         merge(MergeOptions(actor, tmp_path / "out2", is_value_model=True))
 
 
+def test_accelerate_is_not_needed(tmp_path: Path, job: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' `device_map` needs it, and verl's own requirements do not bring it."""
+    for module in ("transformers.integrations.accelerate", "transformers.utils"):
+        monkeypatch.setattr(f"{module}.is_accelerate_available", lambda: False)
+    target = merge(MergeOptions(save(tmp_path / "run", job.make_engine()), tmp_path / "out"))
+    assert (target / "model.safetensors").is_file()
+
+
 def test_another_precision_can_be_asked_for(tmp_path: Path, job: ModuleType) -> None:
     engine = job.make_engine()
     job.train(engine, 1)

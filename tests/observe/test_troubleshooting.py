@@ -90,7 +90,7 @@ ENTRIES: dict[str, tuple[str, ...]] = {
     "KL coefficient": ("algorithm.kl_ctrl.kl_coef",),
     "Reward function output range": ("max(-1.0, min(1.0, reward))",),
     "Learning rate": ("1e-6",),
-    "Sample diversity": ("actor_rollout_ref.rollout.n",),
+    "Sample diversity": ("rollout.n",),
     "Advantage normalization": ("algorithm.norm_adv_by_std_in_grpo",),
     "Reward function correctness": ("verl reward test",),
     "NaN loss": ("reward/min", "reward/max", "grad_clip=1.0", "critic", "float32"),

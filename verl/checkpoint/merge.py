@@ -305,10 +305,13 @@ def _keep_adapter(work: Path, part: PartFolder, scale: float) -> None:
 
 def check_tensors(folder: Path, reader: CheckpointReader, model: Any, dtype: torch.dtype) -> int:
     """Compare every tensor of the folder with the checkpoint; the number compared. CheckpointError names the first
-    that is missing, surplus or different, or less precise than transformers would have it in memory."""
+    that is missing, surplus or different, or, where accelerate is installed, less precise than transformers would have
+    it in memory."""
+    from transformers.utils import is_accelerate_available
+
     written, cast = weights.hf_reader(folder), hf_folder.cast_to(dtype, model)
     loaded = {}  # the types in which transformers itself has the weights of the folder in memory
-    if hasattr(type(model), "from_pretrained"):
+    if hasattr(type(model), "from_pretrained") and is_accelerate_available():  # for `device_map`
         with quiet_transformers():
             opened = type(model).from_pretrained(
                 folder, dtype=dtype, device_map="meta", trust_remote_code=False
