@@ -301,17 +301,16 @@ def converse(
     cfg: PPOConfig, sampler: ConversationSampler, prompts: DataProto, rewards: RewardManager
 ) -> list[tuple[Conversation, RewardResult]]:
     """One conversation for each prompt, scored as in training."""
-    from verl.trainer.experience import submit_reward
+    from verl.trainer.experience import submit_rewards
     from verl.workers.roles import training_settings
 
-    rollout, failed = cfg.actor_rollout_ref.rollout, {}
+    rollout = cfg.actor_rollout_ref.rollout
+    failed: dict[int, RewardResult] = {}
     settings = replace(training_settings(rollout, cfg.data.max_response_length, step=0), n=1)
     tokenizer = sampler.turns.chat.tokenizer
 
     def on_finish(row: int, conversation: Conversation) -> None:
-        failure = submit_reward(rewards, tokenizer, prompts, row, row, conversation)
-        if failure is not None:
-            failed[row] = failure
+        failed.update(submit_rewards(rewards, tokenizer, prompts, [(row, conversation)]))
 
     conversations = sampler.collect(prompts, settings, on_finish)
     results = rewards.collect() | failed
