@@ -316,6 +316,23 @@ def test_what_flash_attn_4_cannot_compile_is_found_before_it_is_needed(monkeypat
     assert "compiles them into" in caplog.records[0].getMessage()
 
 
+@pytest.mark.parametrize("wrong", [False, True])
+def test_gradients_that_differ_from_torchs_keep_flash_attn_4_from_being_used(flash, wrong, monkeypatch):
+    right = attention_backends._flash
+
+    def kernel(q, *rest):
+        return right(2 * q - q.detach() if wrong else q, *rest)  # the same output
+
+    monkeypatch.setattr(attention_backends, "_flash", kernel)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    attention_backends._fa4_fault.cache_clear()
+    fault = attention_backends._fa4_fault(HeadForm(torch.device("cpu"), BF16, 2, 1, 16), False)
+    attention_backends._fa4_fault.cache_clear()
+    assert fault == (
+        "flash-attn-4 computes heads of 16 wrongly here (error 1 against torch)" if wrong else None
+    )
+
+
 # -- the choice -----------------------------------------------------------------------------------------------------
 
 

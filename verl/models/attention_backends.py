@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -234,23 +235,44 @@ def flash_attention_4(call: AttentionCall, bounds: RaggedBounds) -> torch.Tensor
     return _flash(*call[:3], *sides, call.scaling, call.window, call.softcap)
 
 
+_TRIED = ((3, 3), (300, 350), (1, 40), (2400, 2500))
+"""Queries and keys of the rows that a kernel is tried on."""
+_LARGEST_ERROR = 0.02
+"""Half precision has 0.003."""
+
+
+def _fa4_error(form: HeadForm, size: int) -> float:
+    """The largest error, relative to torch's dense attention in float32, of an output and its gradients. (4.0.0b19 has
+    wrong gradients of queries with heads of 80.)"""
+    from verl.models.attention import AttentionCall, dense_runs
+
+    device, window = form.device, 100 if form.windowed else None
+    queries, keys = zip(*_TRIED, strict=True)
+    sides = [
+        _Side(torch.tensor([0, *accumulate(side)], dtype=torch.int32, device=device), max(side))
+        for side in (queries, keys)
+    ]
+    generator = torch.Generator(device).manual_seed(0)
+    counts = ((sum(queries), form.heads), (sum(keys), form.kv_heads), (sum(keys), form.kv_heads))
+    given = [torch.randn(*count, size, device=device, generator=generator) for count in counts]
+    halves = [x.to(form.dtype).requires_grad_() for x in given]
+    wide = [x.detach().float().requires_grad_() for x in halves]
+    with torch.cuda.device(device):
+        out = _flash(*halves, *sides, None, window, form.softcap)
+        call = AttentionCall(*(x.transpose(0, 1)[None] for x in wide), None, window, form.softcap)
+        right = dense_runs(call, _TRIED)[0]
+        found = [out, *torch.autograd.grad(out, halves, given[0].to(form.dtype))]
+        wanted = [right, *torch.autograd.grad(right, wide, given[0].to(form.dtype).float())]
+    errors = [(a - b).detach().norm() / b.detach().norm() for a, b in zip(found, wanted, strict=True)]
+    return float(torch.stack(errors).max())  # NaN where one is
+
+
 @lru_cache(maxsize=64)
 def _fa4_fault(form: HeadForm, deterministic: bool) -> str | None:
     """Why flash-attn-4 cannot compute it, or None: its kernels are compiled when first used, and a backward pass could
-    no longer choose another. (`deterministic` is what torch says; other kernels are compiled for it.)"""
-    device, size = form.device, -(-form.size // 8) * 8
-
-    def run() -> None:
-        with torch.cuda.device(device):
-            q, k, v = (
-                torch.zeros(14, heads, size, device=device, dtype=form.dtype, requires_grad=True)
-                for heads in (form.heads, form.kv_heads, form.kv_heads)
-            )
-            side = _Side(torch.tensor([0, 5, 14], dtype=torch.int32, device=device), 9)
-            out = _flash(q, k, v, side, side, None, 3 if form.windowed else None, form.softcap)
-            torch.autograd.grad(out.sum(), (q, k, v))
-            torch.cuda.synchronize(device)
-
+    no longer choose another; what they compute is compared with torch. (`deterministic` is what torch says; other
+    kernels are compiled for it.)"""
+    size = -(-form.size // 8) * 8
     start = time.perf_counter()
     folder = os.environ.get("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", cache_folder())
     log.info(
@@ -260,10 +282,14 @@ def _fa4_fault(form: HeadForm, deterministic: bool) -> str | None:
         # A thread of its own: hooks on saved tensors and modes of this one, such as those of checkpointing, are not
         # meant for it.
         with ThreadPoolExecutor(1) as thread:
-            thread.submit(run).result()
+            worst = thread.submit(_fa4_error, form, size).result()
     except Exception as error:  # compilers fail with anything
         reason = (str(error).strip().splitlines() or [""])[0][:200]
         fault = f"flash-attn-4 cannot compute with heads of {size} here ({type(error).__name__}: {reason})"
+        log.warning("attention: %s", fault)
+        return fault
+    if not worst <= _LARGEST_ERROR:
+        fault = f"flash-attn-4 computes heads of {size} wrongly here (error {worst:.2g} against torch)"
         log.warning("attention: %s", fault)
         return fault
     log.info(
