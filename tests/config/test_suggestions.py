@@ -135,7 +135,7 @@ def test_every_other_name_means_a_key_there_is() -> None:
         (["--verbose", "a=b"], "keys are written key=value$"),
         (["data.train_batch_size", "=", "4"], "without spaces: data.train_batch_size=4"),
         (["data.train_batch_size", "=4"], "without spaces: data.train_batch_size=4"),
-        (["configs/mine.yaml"], "--config-path configs --config-name mine"),
+        (["configs/mine.yaml"], "a file of keys must exist, .*--config-path DIR --config-name NAME"),
         (["train"], "write key=value"),
     ],
 )

@@ -352,9 +352,9 @@ def test_the_likely_column(wanted: str, columns: list[str], expected: str | None
     )
 
 
-def test_a_prompt_is_not_proposed_as_the_response(tmp_path: Path) -> None:
+def test_only_a_prompt_is_guessed_by_its_length(tmp_path: Path) -> None:
     row = {"prompt": "a long prompt", "data_source": "s"}
-    assert likely_column("response", "response", list(row), row) == "data_source"
+    assert likely_column("response", "response", list(row), row) is None
     assert likely_column("response", "response", ["prompt"], {"prompt": "a"}) is None
     assert (
         likely_column("response", "response", ["prompt", "Answer"], {"prompt": "a", "Answer": "b"})

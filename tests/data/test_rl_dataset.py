@@ -98,7 +98,7 @@ def test_a_csv_file_with_json_in_its_cells(tokenizer: Any, tmp_path: Path) -> No
 
 def test_missing_prompt_column(tokenizer: Any) -> None:
     rows = Rows.from_list([{"question": "q", "answer": "a"}])
-    with pytest.raises(DataError, match=r"data.val_files: .*question, answer.*Set data.prompt_key=question"):
+    with pytest.raises(DataError, match=r"data.val_files: .*question, answer.*Then data.prompt_key=question"):
         RLDataset(config(), rows, tokenizer, training=False)
     assert len(RLDataset(config(prompt_key="question"), rows, tokenizer)) == 1
     asked = RLDataset(config(prompt_key="question", apply_chat_template="always"), rows, tokenizer)[0]

@@ -110,6 +110,7 @@ EXTRAS = {
     "docs": "mkdocs --version",
 }
 LEFT_OUT = {
+    "attention": "needs an NVIDIA GPU and its version of torch",
     "vllm": "needs an NVIDIA GPU and its own version of torch",
     "sglang": "needs an NVIDIA GPU and its own version of torch",
 }

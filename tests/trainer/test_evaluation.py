@@ -342,7 +342,7 @@ def test_a_key_without_effect_is_said(evaluate: Evaluate, capfd) -> None:
 def test_help_lists_every_key_without_torch() -> None:
     code = (
         "import sys\nfrom verl.trainer import main_eval\n"
-        "try:\n    main_eval.main(['--help'])\n"
+        "try:\n    main_eval.main(['--help', 'all'])\n"
         "except SystemExit as stop:\n    print('code', stop.code, 'torch' in sys.modules)\n"
     )
     out = subprocess.run(

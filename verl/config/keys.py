@@ -285,12 +285,13 @@ def nearest(kind: Any, name: str, limit: int = 3) -> list[str]:
     word = last.lower()
     theirs = OTHER_NAMES.get(word.removesuffix("s"), "").split()
     theirs = theirs or trl_names()["keys"].get(word) or trl_names()["keys"].get(f"{word}s", [])
-    found = [other for other in theirs if other in keys]
-    found.sort(key=lambda other: other.partition(".")[0] != first)
+    known = [other for other in theirs if other in keys]
+    found = [other for other in known if other.partition(".")[0] == first]
     siblings = {other.rpartition(".")[2]: other for other in keys if other.rpartition(".")[0] == section}
     found += [siblings[match] for match in difflib.get_close_matches(last, siblings, limit, 0.7)]
     words = set(word.split("_"))
     found += [other for sibling, other in siblings.items() if words <= set(sibling.split("_"))]
+    found += known
     same_last = [other for other in keys if other.rpartition(".")[2] == last]
     found += sorted(same_last, key=lambda other: -difflib.SequenceMatcher(None, name, other).ratio())
     lasts = {other.rpartition(".")[2]: other for other in reversed(keys)}

@@ -47,6 +47,10 @@ class TrainingArguments:
     """Of the class in TRL, by which users import this one."""
     kind: ClassVar[type[Any]]
     adv_estimator: ClassVar[str] = ""
+    kl_in_loss: ClassVar[bool] = False
+    """Whether the KL is a term of the loss; otherwise it is part of the reward."""
+    cuts_batches: ClassVar[bool] = False
+    """Whether a batch is cut into mini-batches; otherwise gradients of several are accumulated."""
 
     def __init__(
         self, output_dir: str | None = None, *, overrides: Mapping[str, Any] | None = None, **arguments: Any
@@ -155,7 +159,7 @@ class TrainingArguments:
         if self.kind is not schema.PPOConfig:
             return {"data.train_batch_size": rows}
         n = self.overrides.get("actor_rollout_ref.rollout.n", self.num_generations)
-        if self.adv_estimator == "gae":  # one batch, cut into mini-batches
+        if self.cuts_batches:
             parts, count = self.num_mini_batches, rows
             if rows % parts:
                 raise self.refuse("num_mini_batches", parts, f"it must divide the {rows} prompts of a step")
@@ -181,7 +185,7 @@ class TrainingArguments:
                         "(per_device_train_batch_size x gradient_accumulation_steps x devices)"
                     )  # fmt: skip
             count, mini = count // n, rows // n
-        iterations = self.default("num_iterations", 1) if self.adv_estimator != "gae" else 1
+        iterations = self.default("num_iterations", 1) if not self.cuts_batches else 1
         return {
             "data.train_batch_size": count,
             f"{_ACTOR}.ppo_mini_batch_size": min(mini, count),
@@ -213,6 +217,7 @@ class GRPOArguments(TrainingArguments):
     trl_name = "GRPOConfig"
     kind = schema.PPOConfig
     adv_estimator = "grpo"
+    kl_in_loss = True
 
 
 class RLOOArguments(TrainingArguments):
@@ -229,6 +234,7 @@ class PPOArguments(TrainingArguments):
     trl_name = "PPOConfig"
     kind = schema.PPOConfig
     adv_estimator = "gae"
+    cuts_batches = True
 
 
 class SFTArguments(TrainingArguments):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from verl.config import schema
+from verl.config.methods import POLICY_LOSS, builtin_names
 
 if TYPE_CHECKING:
     from verl.config.trl_arguments import TrainingArguments
@@ -71,8 +72,8 @@ def _kl(args: TrainingArguments, key: str, value: Any) -> dict[str, Any]:
     """The weight of the KL; 0 needs no reference."""
     if args.kind is not schema.PPOConfig:
         return {key: value}
-    switch = f"{_ACTOR}.use_kl_loss" if args.adv_estimator == "grpo" else "algorithm.use_kl_in_reward"
-    weight = f"{_ACTOR}.kl_loss_coef" if args.adv_estimator == "grpo" else "algorithm.kl_ctrl.kl_coef"
+    switch = f"{_ACTOR}.use_kl_loss" if args.kl_in_loss else "algorithm.use_kl_in_reward"
+    weight = f"{_ACTOR}.kl_loss_coef" if args.kl_in_loss else "algorithm.kl_ctrl.kl_coef"
     return {switch: True, weight: value} if value > 0 else {switch: False}
 
 
@@ -95,7 +96,7 @@ def _loss(args: TrainingArguments, key: str, value: Any) -> dict[str, Any]:
             "loss_type", value, f"it must be one of {', '.join(_AGGREGATION)}; see docs/algorithms.md"
         )
     sequence = args.importance_sampling_level == "sequence" and "loss_type" not in args.given
-    mode = {f"{_ACTOR}.policy_loss.loss_mode": value} if value in ("cispo", "sapo") else {}
+    mode = {f"{_ACTOR}.policy_loss.loss_mode": value} if value in builtin_names(POLICY_LOSS) else {}
     return {f"{_ACTOR}.loss_agg_mode": "seq-mean-token-mean" if sequence else _AGGREGATION[value], **mode}
 
 

@@ -41,7 +41,7 @@ def as_number(value: Any) -> float:
 
 
 def likely_column(wanted: str, role: str, columns: Sequence[str], sample: Mapping[str, Any]) -> str | None:
-    """The column a user probably meant by `wanted`: a near spelling, a usual name, or the longest text."""
+    """The column a user probably meant by `wanted`: a near spelling, a usual name, or for prompts the longest text."""
     lowered = {name.lower(): name for name in columns}
     near = difflib.get_close_matches(wanted.lower(), lowered, n=1, cutoff=0.8)
     if near:
@@ -49,11 +49,10 @@ def likely_column(wanted: str, role: str, columns: Sequence[str], sample: Mappin
     for usual in _USUAL.get(role, ()):
         if usual in lowered and usual != wanted:
             return lowered[usual]
-    others = set() if role == "prompt" else set(_USUAL["prompt"])
+    if role != "prompt":
+        return None
     texts = {
-        name: value
-        for name, value in sample.items()
-        if name.lower() not in others and (isinstance(value, str) or is_conversation(value))
+        name: value for name, value in sample.items() if isinstance(value, str) or is_conversation(value)
     }
     return max(texts, key=lambda name: len(str(texts[name])), default=None)
 
@@ -64,7 +63,8 @@ def require_column(rows: Rows, name: str, key: str, role: str, files_key: str) -
     for file, columns, count in rows.files():
         if name not in columns and count:
             guess = likely_column(name, role, columns, rows[start])
-            advice = f" Set {key}={guess}." if guess else f" Set {key} to the one that holds it."
+            advice = f" Set {key} to the one that holds it"
+            advice += f"; is it '{guess}'? Then {key}={guess}." if guess else "."
             if guess and role == "prompt" and is_text(rows[start].get(guess)):
                 advice += f" {STRINGS}"
             raise DataError(

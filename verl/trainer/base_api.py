@@ -14,7 +14,7 @@ from verl.config.keys import trl_names
 from verl.config.parallelism import world_size
 from verl.config.sources import from_mapping, get_path
 from verl.config.trl_arguments import TrainingArguments
-from verl.errors import CheckpointError, ConfigError, VerlError, missing_package
+from verl.errors import CheckpointError, ConfigError, VerlError
 from verl.observe.run_folder import expanded
 from verl.trainer.callbacks import CallbackEvents
 from verl.trainer.given_data import GivenData
@@ -258,13 +258,11 @@ class BaseTrainer:
         Raises:
             VerlError: Where the hub cannot be reached or refuses; the message says where the model is.
         """
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import HfHubHTTPError
+
         from verl.config.model_path import endpoint, hub_error, offline
 
-        try:
-            from huggingface_hub import HfApi
-            from huggingface_hub.errors import HfHubHTTPError
-        except ImportError as error:
-            raise missing_package("huggingface_hub", "huggingface_hub", "push_to_hub") from error
         args, folder = self.args, self._saved()
         name = repo_id or args.hub_model_id or self._run_folder().name
         later = f"The model is in {folder}; push it later with `hf upload {name} {folder}`"
