@@ -258,7 +258,7 @@ def _fa4_error(form: HeadForm, size: int) -> float:
     wide = [x.detach().float().requires_grad_() for x in halves]
     grad = given[0].to(form.dtype)
     with torch.cuda.device(device):
-        out = _flash(*halves, *sides, None, window, form.softcap)
+        out = _flash(halves[0], halves[1], halves[2], sides[0], sides[1], None, window, form.softcap)
         q, k, v = (x.split(side) for x, side in zip(wide, (queries, keys, keys), strict=True))
         rows = (_plain(*row, window, form.softcap) for row in zip(q, k, v, strict=True))
         right = torch.cat(list(rows))
