@@ -163,7 +163,6 @@ def test_a_line_written_as_elsewhere_is_answered_with_how_it_is_written_here(
         ("actor_rollout_ref.rollout.mode=own", "Allowed: inprocess, server"),
         ("trainer.device=gpu", "Did you mean cuda"),
         ("trainer.device=cuda:0", "Did you mean cuda"),
-        ("hydra.run.dir=x", "trainer.default_local_dir"),
     ],
 )
 def test_values_by_other_names_are_answered_with_ours(typed: str, answer: str) -> None:

@@ -16,7 +16,7 @@ from docs.generators.verl_table import PAGE, with_table
 from verl.config.aliases import Row, full_name, our_name, verl_names
 from verl.config.keys import get, nearest, schema_keys
 from verl.config.load import from_dict, load_config, load_ppo_config
-from verl.config.schema import GenerationConfig, PPOConfig, SFTConfig
+from verl.config.schema import EvaluationConfig, GenerationConfig, PPOConfig, SFTConfig
 from verl.config.sources import parse_overrides
 from verl.errors import CommandAnswered, ConfigError
 
@@ -154,9 +154,21 @@ def test_a_whole_config_of_verl_loads(tmp_path: Path, caplog: pytest.LogCaptureF
     assert caplog.messages == [mode]
 
 
+def test_another_name_wins_over_a_default_beside_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A whole config of verl has every key, also those that are one here."""
+    changed = {"actor_rollout_ref.actor.optim.clip_grad": 0.5, "data.trust_remote_code": True}
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(tree_of({**DEFAULTS, **changed})))
+    config = load_ppo_config([*GIVEN, "--config-path", str(tmp_path), "--config-name", "job.yaml"])
+    assert (
+        config.actor_rollout_ref.actor.grad_clip == 0.5 and config.actor_rollout_ref.model.trust_remote_code
+    )
+    assert sum(f"'{name}' is read as" in line for name in changed for line in caplog.messages) == 2
+
+
+@pytest.mark.parametrize("folder", ["config", "./config"])
 @pytest.mark.parametrize("name", ["ppo_megatron_trainer", "ppo_megatron_trainer.yaml"])
-def test_the_config_names_of_verl_mean_its_strategy(name: str) -> None:
-    config = load_ppo_config([*GIVEN, "--config-path=config", f"--config-name={name}"])
+def test_the_config_names_of_verl_mean_its_strategy(folder: str, name: str) -> None:
+    config = load_ppo_config([*GIVEN, f"--config-path={folder}", f"--config-name={name}"])
     roles = (config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.critic)
     assert [role.strategy for role in roles] == ["megatron"] * 3
     assert (
@@ -193,6 +205,23 @@ def test_keys_without_effect_share_a_line_for_each_reason(caplog: pytest.LogCapt
         f"accepted without effect: model.use_shm, data.use_shm: {reasons['*.use_shm']}",
         f"accepted without effect: rollout.load_format: {reasons['actor_rollout_ref.rollout.load_format']}",
     ]
+
+
+def test_settings_of_hydra_itself_have_no_effect(caplog: pytest.LogCaptureFixture) -> None:
+    line = "accepted without effect: hydra.run.dir: the run folder is trainer.default_local_dir"
+    assert lines_of(caplog, "hydra.run.dir=x")[1] == [line]
+    caplog.clear()
+    load_config(SFTConfig, ["hydra.run.dir=x"], checked=False)
+    assert caplog.messages == [line]
+
+
+def test_evaluation_takes_what_serves_a_reward_model_elsewhere(caplog: pytest.LogCaptureFixture) -> None:
+    load_config(EvaluationConfig, ["reward.reward_model.rollout.name=vllm"], checked=False)
+    assert caplog.messages == [
+        "accepted without effect: reward.reward_model.rollout.name: a reward model is scored by transformers"
+    ]
+    with pytest.raises(ConfigError, match="unknown key 'reward"):
+        load_config(SFTConfig, ["reward.reward_model.rollout.name=vllm"], checked=False)
 
 
 def test_refusals_come_together_with_other_problems(caplog: pytest.LogCaptureFixture) -> None:
@@ -254,6 +283,15 @@ def test_sizes_over_all_gpus_become_sizes_of_one(caplog: pytest.LogCaptureFixtur
         ),
         ("reward_model.reward_kwargs.overlong_buffer_cfg.len=64", "reward.overlong_buffer.len", 64),
         ("reward_model.rollout.prompt_length=9", "data.max_prompt_length", 512),
+        ("model_engine=megatron", "critic.strategy", "megatron"),
+        ("model_engine=dp", "critic.strategy", "fsdp"),
+        ("actor.use_gpg_loss=True", "actor_rollout_ref.actor.policy_loss.loss_mode", "gpg"),
+        ("actor.use_gpg_loss=False", "actor_rollout_ref.actor.policy_loss.loss_mode", "vanilla"),
+        ("rollout.name=sglang_async", "actor_rollout_ref.rollout.name", "sglang"),
+        ("reward.reward_manager.name=gdpo", "reward.reward_manager.name", "naive"),
+        ("reward_model.model_path=o/r", "reward.reward_model.model_path", "o/r"),
+        ("+reward.reward_kwargs.overlong_buffer_cfg.len=64", "reward.overlong_buffer.len", 64),
+        ("reward_model.sandbox_fusion_url=http://a/run", "reward.sandbox_fusion.url", "http://a/run"),
     ],
 )
 def test_values_become_ours(typed: str, ours: str, value: Any) -> None:
@@ -275,6 +313,12 @@ def test_every_key_of_the_policy_has_a_short_name(section: str) -> None:
         short = name.removeprefix("actor_rollout_ref.")
         assert full_name(PPOConfig, short) == our_name(PPOConfig, short) == name
         assert our_name(SFTConfig, "model.path") == "model.path"
+
+
+def test_a_short_key_says_nothing_where_verl_has_another_default(caplog: pytest.LogCaptureFixture) -> None:
+    assert verl_names()["actor_rollout_ref.actor.ppo_max_token_len_per_gpu"].default
+    _, lines = lines_of(caplog, "actor.ppo_max_token_len_per_gpu=9000", "actor.use_dynamic_bsz=True")
+    assert lines == []
 
 
 def test_short_keys_are_read_everywhere_without_a_line(

@@ -3,7 +3,9 @@
 `verl_names.json` has a row for each: the key here (`alias`), why none is needed (`unneeded`) or what to use instead
 (`refused`), and verl's own default, which says nothing. A name covers those below it; `*` stands for any text and, in
 an alias, for the same text. An alias holds for every command that has its key, the other rows for reinforcement
-learning. The names of `async_training` are applied to all sources together.
+learning (those of `reward.` also for evaluation, that of `hydra` everywhere). A key of ours has a row where verl has
+another default, or other names for some of its `values`. The names of `async_training` are applied to all sources
+together.
 """
 
 from __future__ import annotations
@@ -98,7 +100,8 @@ def _row_of(kind: type, name: str) -> tuple[Row, str] | None:
         if found is None:
             continue
         if not row.alias:
-            if issubclass(kind, PPOConfig):
+            about_rewards = row.name.startswith("reward.") and "reward" in sections(kind)
+            if issubclass(kind, PPOConfig) or about_rewards or row.name == "hydra":
                 return row, ""
             continue
         *parts, below = found.groups()
@@ -181,12 +184,16 @@ def resolve_aliases(kind: type, tree: dict[str, Any]) -> Names:
         elif value == "???" or (value in (None, {}) and not key) or (row and row.says_nothing(value)):
             take_path(tree, path)  # also what Hydra asks the user to give, and an empty section
             names.unset.extend([ours] if key else [])
-        elif ours != name and ("." in name or row):
+        elif (ours != name and ("." in name or row)) or (row and str(value) in row.values):
             take_path(tree, path)
             if default and get_path(tree, ours) is not None:
                 continue
             converted = _converted(name, row, value) if row else value
-            silent = row is None or default or (not row.values and key and key.default == converted)
+            silent = default or converted == value
+            if row and row.alias:
+                silent = default or (not row.values and key and key.default == converted)
+                if key and get_path(tree, ours) == key.default:
+                    take_path(tree, ours)  # a whole config of verl has both
             if _move(tree, ours, converted, name) and not silent:
                 names.notices.append(_is_read_as(name, value, ours, converted))
             names.typed[ours] = name
@@ -197,8 +204,8 @@ def _converted(name: str, row: Row, value: Any) -> Any:
     """What the value of another name is in ours."""
     if row.name == "async_training.staleness_threshold":
         return math.ceil(_number(name, value, 0.0, "a number, at least 0 (a share of a step's samples)"))
-    if not row.values:
-        return value
+    if not row.alias or not row.values:
+        return row.values.get(str(value), value)
     if str(value).lower() not in row.values:
         if set(row.values) == {"true", "false"}:
             raise ConfigError(f"'{name}' is {value!r}; it must be true or false")

@@ -296,8 +296,6 @@ def parse_overrides(overrides: Iterable[str]) -> list[Override]:
             raise ConfigError(f"'{text}' is not an override; {_as_override(overrides[number:])}")
         override = _parse(parser, text)
         name, value = override.key_or_group, override.value()
-        if name.partition(".")[0] == "hydra":
-            raise ConfigError(f"'{text}' sets Hydra itself; the run folder is trainer.default_local_dir")
         if override.package is not None:
             raise ConfigError(f"'{text}' names a package (@), which keys do not have; write key=value")
         if override.type is OverrideType.DEL:

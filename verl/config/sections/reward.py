@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config.capabilities import ENGINES
 from verl.config.keys import key, section
 from verl.config.sections.actor import MODEL_DTYPES
 from verl.config.sections.rollout import dedicated_gpu_errors
@@ -43,17 +42,6 @@ class RewardManagerConfig:
 
 
 @dataclass
-class RewardModelRolloutConfig:
-    """How other systems serve a reward model; here it runs through transformers."""
-
-    name: str = key(
-        "hf", "no effect: a reward model runs through transformers", known=ENGINES, plugin="rollout"
-    )
-    tensor_model_parallel_size: int = key(1, "no effect, as above", ge=1)
-    gpu_memory_utilization: float = key(0.5, "no effect, as above", gt=0, le=1)
-
-
-@dataclass
 class RewardModelConfig:
     """A sequence-classification model as reward."""
 
@@ -69,9 +57,6 @@ class RewardModelConfig:
     trust_remote_code: bool = key(False, "run Python code that comes with it; only for models you trust")
     n_gpus_per_node: int = key(0, "GPUs per node for it alone; 0: on the trainer's GPUs", ge=0)
     nnodes: int = key(0, "nodes for it alone; 0: on the trainer's nodes", ge=0)
-    rollout: RewardModelRolloutConfig = section(
-        RewardModelRolloutConfig, "no effect; for configs of other systems", used_if="@never"
-    )
 
     def errors(self, name: str) -> Iterator[str]:
         """What is wrong within the section called `name`."""
