@@ -185,22 +185,22 @@ def _keys(command: str, current: str) -> Iterator[Suggestion]:
     kind = getattr(schema, _CONFIGS[command])
     typed = current.lstrip("+~")  # Hydra's prefixes
     prefix = current[: len(current) - len(typed)]
-    keys = schema_keys(kind)
+    keys = schema_keys(kind)  # and their short names
+    keys = {**keys, **{name.removeprefix("actor_rollout_ref."): key for name, key in keys.items()}}
     name, equals, value = typed.partition("=")
     if equals:
         allowed, key = [], keys.get(name)
         if name == "recipe" and command == "train":
             allowed = _names("recipes")
         elif key is not None:
-            allowed = list(map(str, key.metadata["known"] or ())) or (
-                ["true", "false"] if key.type is bool else []
-            )
+            known = key.metadata["known"] or (("true", "false") if key.type is bool else ())
+            allowed = list(map(str, known))
         yield from ((f"{prefix}{name}={each}", "") for each in allowed if each.startswith(value))
         return
     docs = {f"{section}.": doc for section, (_, doc) in sections(kind).items()}
     seen: dict[str, str] = {"recipe=": "start from a published method"} if command == "train" else {}
-    for key in keys.values():
-        rest, dot, _ = key.name[len(typed) :].partition(".")
-        word = f"{key.name[: len(typed)]}{rest}{dot or '='}"
-        seen.setdefault(word, docs.get(word, "") if dot else key.doc)
+    for name, key in keys.items():
+        rest, dot, _ = name[len(typed) :].partition(".")
+        word = f"{name[: len(typed)]}{rest}{dot or '='}"
+        seen.setdefault(word, docs.get(word, docs.get(f"actor_rollout_ref.{word}", "")) if dot else key.doc)
     yield from ((prefix + word, about) for word, about in seen.items() if word.startswith(typed))

@@ -69,7 +69,9 @@ def test_the_version_report_counts_gpus(tmp_path: Path) -> None:
         ("tr", ["train", "trace"]),
         ("--v", ["--version"]),
         ("reward ", ["test", "train"]),
-        ("train act", ["actor_rollout_ref."]),
+        ("train act", ["actor_rollout_ref.", "actor."]),
+        ("train rollout.calculate_log", ["rollout.calculate_log_probs="]),
+        ("train rollout.name=vl", ["rollout.name=vllm"]),
         ("train actor_rollout_ref.rollout.calculate_log", ["actor_rollout_ref.rollout.calculate_log_probs="]),
         ("train +algorithm.adv", ["+algorithm.adv_estimator="]),
         (

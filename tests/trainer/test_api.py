@@ -178,7 +178,7 @@ def test_the_few_numbers_reach_the_config(tiny_model_dir, tiny_tokenizer, traine
         seed=9,
         device="cpu",
         output_dir="somewhere",
-        overrides={"algorithm.gamma": 0.9, "actor_rollout_ref.rollout.temperature": 0.7},
+        overrides={"algorithm.gamma": 0.9, "rollout.temperature": 0.7},
     )
     cfg = trainer(model, tiny_tokenizer, given).run_config()
     actor, rollout = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.rollout

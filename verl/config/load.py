@@ -102,12 +102,13 @@ def load_sft_config(argv: list[str]) -> SFTConfig:
 
 
 def from_dict(
-    kind: type[Config], values: Mapping[str, Any], *, checked: bool = True, quiet: bool = False
+    kind: type[Config], *sources: Mapping[str, Any], checked: bool = True, quiet: bool = False
 ) -> Config:
-    """A config from nested or dotted names. checked=False: types and names only, e.g. without a model path;
-    quiet: warnings are not logged."""
+    """A config from nested or dotted names; a later source wins. checked=False: types and names only, e.g. without a
+    model path; quiet: warnings are not logged."""
     draft = _Draft(kind)
-    draft.add(from_mapping(values))
+    for values in sources:
+        draft.add(from_mapping(values))
     return draft.finish(checked, quiet)
 
 

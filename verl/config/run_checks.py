@@ -78,10 +78,14 @@ def _world_errors(role: ModelRole, plan: RunPlan) -> Iterator[str]:
             "multiple of that"
         )
     elif replicas % layout.ep:
+        split = (
+            f"; with {role.key}.{size_keys(role, 'tp')[0]}=1, which a model with experts needs: "
+            + closest(divisors(replicas * layout.tp), layout.ep)
+        )
         yield (
             f"'{role.key}.{size_keys(role, 'ep')[0]}' is {layout.ep}, which does not divide the {replicas} ranks of a "
             f"pipeline stage that hold the same dense weights ({world} ranks / TP {layout.tp} / PP {layout.pp}). "
-            f"Values that work: {closest(divisors(replicas), layout.ep)}"
+            f"Values that work: {closest(divisors(replicas), layout.ep)}{split if layout.tp > 1 else ''}"
         )
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class TrainingConfig:
-    """The numbers one usually changes. `overrides` reaches every other key, by its full name."""
+    """The numbers one usually changes. `overrides` reaches every other key."""
 
     total_epochs: int = 1
     """Passes over the rows, or over the dataloader."""
@@ -54,7 +54,7 @@ class TrainingConfig:
     output_dir: str = "checkpoints/verl/api"
     """The run folder: metrics, responses, report, checkpoints."""
     overrides: dict[str, Any] = field(default_factory=dict)
-    """Any key of the configuration reference, e.g. `{"actor_rollout_ref.model.lora_rank": 16}`."""
+    """Any key of the configuration reference, e.g. `{"model.lora_rank": 16}`."""
 
 
 class PPOTrainer(BaseTrainer):
@@ -202,7 +202,7 @@ class PPOTrainer(BaseTrainer):
         if simple is None:
             values = self._values(write=write, resume=resume)
             values |= self._rewards.keys(self._output_dir(values) if write else None)
-            return from_dict(schema.PPOConfig, {**values, **self.args.overrides}, quiet=quiet)
+            return from_dict(schema.PPOConfig, values, self.args.overrides, quiet=quiet)
         n = simple.n if simple.n is not None else self.responses
         values = {
             "data.train_batch_size": simple.batch_size,
@@ -224,7 +224,7 @@ class PPOTrainer(BaseTrainer):
             **model_keys(self.model, simple.overrides),
             "data.train_files": ["(given dataloader)"],  # the checks want a name for it
         }
-        return from_dict(schema.PPOConfig, {**values, **simple.overrides}, quiet=quiet)
+        return from_dict(schema.PPOConfig, values, simple.overrides, quiet=quiet)
 
     def _kl(self, coef: float) -> dict[str, Any]:
         return {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": coef} if coef > 0 else {}

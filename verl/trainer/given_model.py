@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verl.config.aliases import full_name
 from verl.config.keys import get
 from verl.config.load import from_dict
 from verl.config.machine import on_cpu
@@ -62,11 +63,9 @@ def session_config(
         "actor_rollout_ref.model.lora_rank": lora_rank,
         "trainer.device": device,
         **({} if lr is None else {"actor_rollout_ref.actor.optim.lr": lr}),
-        **model_keys(
-            model, ({"actor_rollout_ref.model.lora_rank": lora_rank} if lora_rank else {}) | overrides
-        ),
+        **model_keys(model, ({"model.lora_rank": lora_rank} if lora_rank else {}) | overrides),
     }
-    cfg = from_dict(SessionConfig, {**_STEP, **values, **overrides})
+    cfg = from_dict(SessionConfig, {**_STEP, **values}, overrides)
     for name in sorted(cfg.user_set):
         read = name.startswith(_READ) and not name.startswith(_UNREAD)
         if not read and get(cfg, name) != _STEP.get(name):
@@ -97,7 +96,8 @@ def model_keys(
     path = f"{section}.path"
     if isinstance(model, nn.Module):
         name = str(getattr(model, "name_or_path", "") or type(model).__name__)
-        return {path: name, **given_keys(model, overrides, section)}
+        asked = overrides | {full_name(PPOConfig, key): value for key, value in overrides.items()}
+        return {path: name, **given_keys(model, asked, section)}
     if isinstance(model, (str, Path)) and str(model):
         return {path: str(model)}
     raise ConfigError(f"the model is {model!r}; give a folder, a hub id, or a loaded transformers model")

@@ -65,8 +65,8 @@ class SFTTrainer(BaseTrainer):
         return self._full_config(quiet=quiet, write=False)
 
     def _full_config(self, *, quiet: bool, write: bool, resume: bool | str | None = None) -> OfflineConfig:
-        values = {**self._values(write=write, resume=resume), **self._columns(), **self.args.overrides}
-        config: OfflineConfig = from_dict(self.arguments.kind, values, quiet=quiet)
+        values = {**self._values(write=write, resume=resume), **self._columns()}
+        config: OfflineConfig = from_dict(self.arguments.kind, values, self.args.overrides, quiet=quiet)
         return config
 
     def _columns(self) -> dict[str, Any]:

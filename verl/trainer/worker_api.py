@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def _prepared(model: nn.Module, device: str, keys: dict[str, Any]) -> SessionConfig:
+def _prepared(model: nn.Module, device: str, *sources: dict[str, Any]) -> SessionConfig:
     """The config of a worker, with the model in a form it can use."""
     where = torch.device(device)
-    cfg = from_dict(SessionConfig, {"trainer.device": where.type, **keys}, checked=False)
+    cfg = from_dict(SessionConfig, {"trainer.device": where.type}, *sources, checked=False)
     problems = unavailable(cfg)
     if problems:
         raise ConfigError("\n".join(problems))
@@ -110,7 +110,7 @@ class RolloutWorker:
             "data.max_response_length": max_response_length,
             "data.truncation": "left",
         }
-        self.cfg = _prepared(model, device, keys | (overrides or {}))
+        self.cfg = _prepared(model, device, keys, overrides or {})
         self.cfg.actor_rollout_ref.rollout.free_cache_engine = False  # who trains the model is not known here
         self.tokenizer = own_tokenizer(model, self.cfg, "RolloutWorker") if tokenizer is None else tokenizer
         group = _Generating(self.cfg, self.tokenizer, model.to(device))
@@ -183,7 +183,7 @@ class TrainerWorker:
         overrides: dict[str, Any] | None = None,
     ) -> None:
         overrides = overrides or {}
-        self.cfg = _prepared(model, device, {"trainer.seed": 0, **model_keys(model, overrides), **overrides})
+        self.cfg = _prepared(model, device, {"trainer.seed": 0, **model_keys(model, overrides)}, overrides)
         if getattr(getattr(model, "config", None), "_attn_implementation", None) == ATTENTION_NAME:
             model.set_attn_implementation("sdpa")  # type: ignore[operator]  # left by an earlier worker
         group = LocalGroup(self.cfg, None, training_steps=None, model=model, optimizer=optimizer)
