@@ -228,7 +228,7 @@ def test_a_gpu_that_would_gain_is_told_what_to_install(monkeypatch: pytest.Monke
     monkeypatch.setattr(attention_backends, "installed_backends", lambda: tuple(installed))
     assert list(software.judge_attention({8})) == []
     (note,) = software.judge_attention({9})
-    assert note.status == "note" and "two to three times" in note.seen and "flash-attn-4" in note.fix
+    assert note.status == "note" and "up to twice" in note.seen and "flash-attn-4" in note.fix
     installed.append("fa4")
     (found,) = software.judge_attention({9})
     assert found.status == "ok" and "fa4" in found.seen

@@ -41,6 +41,8 @@ COMMANDS = (
     "verl demo",
     f"verl data inspect {DEMO}/data/train.parquet --model {MODEL}",
     f"verl reward test --fn {DEMO}/reward.py --data {DEMO}/data/train.parquet --rows 1 --response '#### 10'",
+    "verl env test --by-hand --conversations 1 --prompt 'What is 17 + 25?' rollout.multi_turn.tools=tools.py "
+    "<<< $'/add a=17 b=25\\nIt is 42.'",
     f"{TRAIN} --check",
     f"{TRAIN} trainer.experiment_name=first",
     "verl view checkpoints/verl/first",
@@ -72,6 +74,7 @@ FILES = {
     "math.jsonl": json.dumps(
         {"data_source": "math", "prompt": "x", "reward_model": {"ground_truth": "\\sqrt{2}"}}
     ),
+    "tools.py": 'def add(a: int, b: int) -> int:\n    """Add two numbers."""\n    return a + b\n',
     "train.py": """\
 import sys
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -397,6 +397,20 @@ def test_callbacks_ask_for_validations_and_checkpoints(tiny_model_dir: Path, tmp
     assert stopped.train().steps == 2 and (tmp_path / "stopped" / "global_step_2").is_dir()
 
 
+def test_no_key_is_said_to_lack_a_validation_that_the_caller_gave_or_did_not_ask_for(
+    tiny_model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"prompt": "repeat 1", "ground_truth": "1"}] * 8
+    every = grpo_arguments(tmp_path, eval_strategy="steps", eval_steps=2)
+    GRPOTrainer(str(tiny_model_dir), reward_funcs=digits, args=grpo_arguments(tmp_path), train_dataset=rows)
+    given = GRPOTrainer(
+        str(tiny_model_dir), reward_funcs=digits, args=every, train_dataset=rows, eval_dataset=rows
+    )
+    assert given.run_config().trainer.test_freq == 2 and "no effect" not in caplog.text
+    GRPOTrainer(str(tiny_model_dir), reward_funcs=digits, args=every, train_dataset=rows)
+    assert "'trainer.test_freq'=2 has no effect: data.val_files is not set" in caplog.text
+
+
 def test_strategies_of_epochs(tiny_model_dir: Path, tmp_path: Path) -> None:
     args = offline_arguments(SFTConfig, tmp_path, max_steps=-1, save_strategy="epoch", eval_strategy="epoch")
     cfg = SFTTrainer(

@@ -30,6 +30,7 @@ from verl.errors import ConfigError, ModelError
 logger = logging.getLogger(__name__)
 
 _ANY_HEAD = ("critic.model.path", "reward.reward_model.model_path")
+GIVEN_ROWS = "(given rows)"  # in the place of a file: data in memory, not yet written
 PROMPT_AND_RESPONSE = "data.max_prompt_length + data.max_response_length"
 
 
@@ -75,7 +76,7 @@ def require_disk(plan: RunPlan, folder: Path, total_steps: int) -> None:
 
 
 def _absent_files(cfg: PPOConfig | OfflineConfig, given_data: bool) -> list[str]:
-    named = {"data.val_files": cfg.data.val_files}
+    named = {"data.val_files": [file for file in cfg.data.val_files if file != GIVEN_ROWS]}
     if not given_data:
         named["data.train_files"] = cfg.data.train_files
     if isinstance(cfg, PPOConfig):
