@@ -128,9 +128,11 @@ def turn_text(message: Mapping[str, Any]) -> str:
     for call in message.get("tool_calls") or ():
         function = call["function"]
         arguments = function.get("arguments") or {}
-        if isinstance(arguments, str):
-            arguments = json.loads(arguments)
-        parts.append(call_text(function["name"], arguments))
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        # As it was written: the model is told about what cannot be read, as in a run.
+        name = json.dumps(function["name"])
+        parts.append(f'<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>')
     return "\n".join(part for part in parts if part)
 
 
