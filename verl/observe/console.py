@@ -134,6 +134,13 @@ def typed(*words: str) -> str:
     return shlex.join([*program, *words])
 
 
+def number_text(value: float, form: str = "{:.3f}") -> str:
+    """A number that would be shown as zero and is not has an exponent."""
+    shown = form.format(value) if math.isfinite(value) else str(value)
+    vanished = form.endswith("f}") and value != 0 and not set(shown) & set("123456789n")
+    return f"{value:.1e}" if vanished else shown
+
+
 def step_line(
     step: int, metrics: Mapping[str, Any], total_steps: int | None = None, width: int | None = None
 ) -> str:
@@ -143,14 +150,10 @@ def step_line(
     for names, label, form in _COLUMNS:
         value = next((metrics[name] for name in names if metrics.get(name) is not None), None)
         if value is not None:
-            value = float(value)
-            shown = form.format(value) if math.isfinite(value) else str(value)
-            # A number that would be shown as zero and is not has an exponent.
-            vanished = form.endswith("f}") and value != 0 and not set(shown) & set("123456789n")
-            parts.append(f"{label} {value:.1e}" if vanished else f"{label} {shown}")
+            parts.append(f"{label} {number_text(float(value), form)}")
     validation = validation_summary(metrics)
     if validation is not None:
-        parts.append(f"validation {validation:.3f}")
+        parts.append(f"validation {number_text(validation)}")
     lines = parts[:1]
     for part in parts[1:]:
         if width is not None and len(lines[-1]) + 2 + len(part) > width:
@@ -246,8 +249,9 @@ class StepConsole:
         self._curve: list[float] = []
         self._curve_name = ""
         self._rows = rows
-        self._last = ""
-        """The line of a step that is not among those above the display."""
+        self._last: list[str] = []
+        """The lines of a step that is not among those above the display."""
+        self._tallest = 0
         self._step = 0
         self._live: Live | None = None
         self._progress = StepProgress()
@@ -270,13 +274,14 @@ class StepConsole:
     def log(self, step: int, metrics: Mapping[str, Any], *, stays: bool = True) -> None:
         """Show a step; `stays=False`: only in the live display, until the next one."""
         self._step = step
-        line = step_line(step, metrics, self.total_steps, self.console.width)
+        frame = 0 if stays else 4
+        line = step_line(step, metrics, self.total_steps, self.console.width - frame)
         for name, label in (("reward/mean", "reward"), ("train/loss", "loss")):
             if metrics.get(name) is not None:
                 self._curve.append(float(metrics[name]))
                 self._curve_name = label
                 break
-        self._last = "" if stays else line
+        self._last = [] if stays else line.splitlines()
         if stays:
             self._shown_at = time.monotonic()
             self.console.print(Text(line))
@@ -304,15 +309,22 @@ class StepConsole:
         from rich.panel import Panel
         from rich.progress_bar import ProgressBar
 
-        last = self._last or ("" if self._step else "starting ...")
-        rows: list[Any] = [Text(last, overflow="fold")] if last else []
-        if now := self._progress.line():
-            rows.append(Text(now, style="dim", overflow="fold"))
+        # Always as high: what is printed from one thread while another draws a display of another height would erase
+        # steps above it, or leave parts of it there.
+        self._tallest = max(self._tallest, len(self._last))
+        lines = self._last + [""] * (self._tallest - len(self._last))
+        lines.append(self._progress.line() or ("" if self._step else "starting ..."))
+        texts = [Text(line) for line in lines]
+        texts[-1].style = "dim"
+        label, curve = "", "\n" * (0 if self._rows == 1 else self._rows)
         if len(self._curve) > 1:
-            label = f"{self._curve_name} {self._curve[0]:.3g} -> {self._curve[-1]:.3g}"
             between = "  " if self._rows == 1 else "\n"
+            label = f"{self._curve_name} {self._curve[0]:.3g} -> {self._curve[-1]:.3g}{between}"
             curve = sparkline(self._curve, 40 if self._rows == 1 else 60, self._rows)
-            rows.append(Text.assemble(label, between, (curve, "cyan")))
+        texts.append(Text.assemble(label, (curve, "cyan")))
+        for text in texts:
+            text.no_wrap, text.overflow = True, "ellipsis"
+        rows: list[Any] = [*texts]
         if self.total_steps:
             rows.append(ProgressBar(total=self.total_steps, completed=self._step))
         return Panel(Group(*rows), title=Text(self.title), title_align="left")
