@@ -58,11 +58,11 @@ def test_a_finished_run_says_where_everything_is_and_the_next_command_works(
     assert model == Path("runs/one/global_step_2/actor/huggingface") and (model / "config.json").is_file()
     assert lines["look at it"] == typed("view", "runs/one", "--serve")
     command = shlex.split(lines["next"])
-    assert command[-6:] == [
+    assert command[-7:] == [
         "generate", f"model.path={model}", f"data.path={digits_data}/train.jsonl",
-        "data.max_prompt_length=16", "data.max_response_length=4", "data.output_path=responses.parquet",
+        "data.prompt_key=prompt", "data.max_prompt_length=16", "data.max_response_length=4", "data.output_path=responses.parquet",
     ]  # fmt: skip
-    assert main_generation.main([*command[-5:], "data.max_samples=3", "trainer.device=cpu"]) == 0
+    assert main_generation.main([*command[-6:], "data.max_samples=3", "trainer.device=cpu"]) == 0
     lines = said(capsys.readouterr().out)
     assert "3 prompts with 1 responses each" in lines["finished"] and lines["model"] == str(model)
     assert lines["responses"] == "responses.parquet (column responses)"

@@ -127,18 +127,14 @@ def turn_text(message: Mapping[str, Any]) -> str:
     parts = [str(message.get("content") or "")]
     for call in message.get("tool_calls") or ():
         function = call["function"]
-        arguments = function.get("arguments") or {}
-        if not isinstance(arguments, str):
-            arguments = json.dumps(arguments, ensure_ascii=False)
-        # As it was written: the model is told about what cannot be read, as in a run.
-        name = json.dumps(function["name"])
-        parts.append(f'<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>')
+        parts.append(call_text(function["name"], function.get("arguments") or {}))
     return "\n".join(part for part in parts if part)
 
 
 def call_text(name: str, arguments: Any) -> str:
-    call = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
-    return f"<tool_call>\n{call}\n</tool_call>"
+    """Arguments that are text stay as they are: where it is no JSON the model is told so, as in a run."""
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments": {text}}}\n</tool_call>'
 
 
 class TypedSampler(WrittenSampler):

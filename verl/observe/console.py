@@ -60,6 +60,8 @@ LINE_S = 30.0
 """Between two lines of piped output."""
 RATE_S = 10.0
 """Tokens per second are those of the last so many seconds."""
+_ECHO = 4
+"""Columns beside the live display, for the `^C` of one who stops the run: it must not begin another line."""
 _OUTER = "step"
 """The phase that contains the others."""
 
@@ -137,8 +139,7 @@ def typed(*words: str) -> str:
 def number_text(value: float, form: str = "{:.3f}") -> str:
     """A number that would be shown as zero and is not has an exponent."""
     shown = form.format(value) if math.isfinite(value) else str(value)
-    vanished = form.endswith("f}") and value != 0 and not set(shown) & set("123456789n")
-    return f"{value:.1e}" if vanished else shown
+    return shown if form[-1] == "s" or not value or set(shown) & set("123456789n") else f"{value:.1e}"
 
 
 def step_line(
@@ -151,8 +152,7 @@ def step_line(
         value = next((metrics[name] for name in names if metrics.get(name) is not None), None)
         if value is not None:
             parts.append(f"{label} {number_text(float(value), form)}")
-    validation = validation_summary(metrics)
-    if validation is not None:
+    if (validation := validation_summary(metrics)) is not None:
         parts.append(f"validation {number_text(validation)}")
     lines = parts[:1]
     for part in parts[1:]:
@@ -251,7 +251,6 @@ class StepConsole:
         self._rows = rows
         self._last: list[str] = []
         """The lines of a step that is not among those above the display."""
-        self._tallest = 0
         self._step = 0
         self._live: Live | None = None
         self._progress = StepProgress()
@@ -274,14 +273,14 @@ class StepConsole:
     def log(self, step: int, metrics: Mapping[str, Any], *, stays: bool = True) -> None:
         """Show a step; `stays=False`: only in the live display, until the next one."""
         self._step = step
-        frame = 0 if stays else 4
-        line = step_line(step, metrics, self.total_steps, self.console.width - frame)
+        line = step_line(step, metrics, self.total_steps, self.console.width - (0 if stays else 4 + _ECHO))
         for name, label in (("reward/mean", "reward"), ("train/loss", "loss")):
             if metrics.get(name) is not None:
                 self._curve.append(float(metrics[name]))
                 self._curve_name = label
                 break
-        self._last = [] if stays else line.splitlines()
+        last = [] if stays else line.splitlines()
+        self._last = last + [""] * (len(self._last) - len(last))
         if stays:
             self._shown_at = time.monotonic()
             self.console.print(Text(line))
@@ -311,23 +310,16 @@ class StepConsole:
 
         # Always as high: what is printed from one thread while another draws a display of another height would erase
         # steps above it, or leave parts of it there.
-        self._tallest = max(self._tallest, len(self._last))
-        lines = self._last + [""] * (self._tallest - len(self._last))
-        lines.append(self._progress.line() or ("" if self._step else "starting ..."))
-        texts = [Text(line) for line in lines]
-        texts[-1].style = "dim"
-        label, curve = "", "\n" * (0 if self._rows == 1 else self._rows)
+        now = self._progress.line() or ("" if self._step else "starting ...")
+        curve = Text("\n" * (self._rows if self._rows > 1 else 0))
         if len(self._curve) > 1:
-            between = "  " if self._rows == 1 else "\n"
-            label = f"{self._curve_name} {self._curve[0]:.3g} -> {self._curve[-1]:.3g}{between}"
-            curve = sparkline(self._curve, 40 if self._rows == 1 else 60, self._rows)
-        texts.append(Text.assemble(label, (curve, "cyan")))
-        for text in texts:
-            text.no_wrap, text.overflow = True, "ellipsis"
-        rows: list[Any] = [*texts]
-        if self.total_steps:
-            rows.append(ProgressBar(total=self.total_steps, completed=self._step))
-        return Panel(Group(*rows), title=Text(self.title), title_align="left")
+            label = f"{self._curve_name} {self._curve[0]:.3g} -> {self._curve[-1]:.3g}"
+            between, columns = ("  ", 40) if self._rows == 1 else ("\n", 60)
+            curve = Text.assemble(label, between, (sparkline(self._curve, columns, self._rows), "cyan"))
+        newline, width = Text("\n", no_wrap=True, overflow="ellipsis"), self.console.width - _ECHO
+        text = newline.join([*map(Text, self._last), Text(now, "dim"), curve])
+        bars = [ProgressBar(total=self.total_steps, completed=self._step)] if self.total_steps else []
+        return Panel(Group(text, *bars), title=Text(self.title), title_align="left", width=width)
 
 
 class Counter:
@@ -352,10 +344,9 @@ def counting(title: str, total: int, done: int = 0) -> Iterator[Counter]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = shared_console()
-    about = TextColumn("{task.fields[about]}", markup=False)
-    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), about)
-    name = TextColumn("{task.description}", markup=False)
-    bar = Progress(name, *columns, console=console, transient=True, disable=not console.is_terminal)
+    name, about = (TextColumn(f"{{task.{each}}}", markup=False) for each in ("description", "fields[about]"))
+    columns = (name, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), about)
+    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
     with contextlib.ExitStack() as stack:
         if console.is_terminal:
             start_live(bar.live)

@@ -18,7 +18,6 @@ from verl.config.build import fit_batch
 from verl.config.checks import check
 from verl.config.load import recorded
 from verl.config.recipes import COMMANDS
-from verl.config.schema import GenerationConfig
 from verl.config.sources import leaves
 from verl.data.tokenizer import generation_stop_ids
 from verl.errors import CheckpointError, ConfigError
@@ -319,15 +318,11 @@ def _use_of(command: str, model: str, run: Run) -> str:
     if command == "verl reward train":
         keys = ["reward.reward_model.enable=True", f"reward.reward_model.model_path={model}"]
         return f"{typed('train', *keys)} ..."
-    prompts, others = "FILE", []
-    val_files = run.get("data.val_files")
-    if command == "verl train" and isinstance(val_files, list) and val_files:
-        prompts, defaults = val_files[0], GenerationConfig().data
-        for name in ("prompt_key", "max_prompt_length", "max_response_length"):
-            if (value := run.get(f"data.{name}")) not in (None, getattr(defaults, name)):
-                others.append(f"data.{name}={value}")
-    keys = [f"model.path={model}", f"data.path={prompts}", *others, "data.output_path=responses.parquet"]
-    return typed("generate", *keys)
+    keys = ["data.path=FILE"]
+    if command == "verl train" and (val_files := run.get("data.val_files")):
+        names = ("prompt_key", "max_prompt_length", "max_response_length")
+        keys = [f"data.path={val_files[0]}", *(f"data.{name}={run.get(f'data.{name}')}" for name in names)]
+    return typed("generate", f"model.path={model}", *keys, "data.output_path=responses.parquet")
 
 
 def _reached(log: MetricsLog) -> list[tuple[str, str]]:
