@@ -60,7 +60,8 @@ def test_a_finished_run_says_where_everything_is_and_the_next_command_works(
     command = shlex.split(lines["next"])
     assert command[-7:] == [
         "generate", f"model.path={model}", f"data.path={digits_data}/train.jsonl",
-        "data.prompt_key=prompt", "data.max_prompt_length=16", "data.max_response_length=4", "data.output_path=responses.parquet",
+        "data.prompt_key=prompt", "data.max_prompt_length=16", "data.max_response_length=4",
+        "data.output_path=responses.parquet",
     ]  # fmt: skip
     assert main_generation.main([*command[-6:], "data.max_samples=3", "trainer.device=cpu"]) == 0
     lines = said(capsys.readouterr().out)
