@@ -14,6 +14,7 @@ import pytest
 
 from tests.agents.runs import KEY, TOOLS, Server
 from tests.agents.stub_server import Answers, StubServer
+from verl.agents.formats import get_format
 from verl.agents.stand_ins import turn_text, typed_turn
 from verl.config.sections.rollout import MultiTurnConfig
 from verl.trainer import env_test
@@ -297,3 +298,10 @@ def test_calls_of_a_message_follow_its_text() -> None:
     ]
     text = turn_text({"content": "Well.", "tool_calls": calls})
     assert text.startswith("Well.\n<tool_call>") and text.count("<tool_call>") == 2
+
+
+def test_arguments_that_are_no_json_stay_as_the_endpoint_wrote_them() -> None:
+    text = turn_text({"content": None, "tool_calls": [{"function": {"name": "a", "arguments": "{x: 1"}}]})
+    assert "{x: 1" in text
+    parsed = get_format("hermes").parse(text)
+    assert not parsed.calls and len(parsed.problems) == 1

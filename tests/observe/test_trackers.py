@@ -101,7 +101,7 @@ def test_on_a_terminal_the_steps_stay_above_a_live_display_with_a_named_curve() 
     shown = screen(out.getvalue())
     assert shown[0].startswith("step 1/2  reward 0.438") and shown[1] == "halfway"
     assert shown[2].startswith("step 2/2  reward 0.900") and shown[3].startswith("╭─ training")
-    assert shown[4].startswith("│ reward 0.438 -> 0.9  ▁█")
+    assert shown[5].startswith("│ reward 0.438 -> 0.9  ▁█")
 
 
 def test_a_step_that_does_not_stay_is_in_the_display_until_the_next() -> None:
@@ -114,6 +114,37 @@ def test_a_step_that_does_not_stay_is_in_the_display_until_the_next() -> None:
     console.close()
     shown = "\n".join(screen(out.getvalue()))
     assert "step 1/3" not in shown and "│ step 2/3  reward 0.500" in shown
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_a_live_display_keeps_its_height(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """Else what one thread prints while another draws would erase steps above it, or leave parts of it there."""
+    console = StepConsole(
+        9,
+        live=True,
+        rows=rows,
+        console=Console(file=io.StringIO(), width=80, force_terminal=True, _environ={}),
+    )
+    metrics = {**METRICS, "actor/kl_loss": 0.1}
+    heights = []
+
+    def measure() -> None:
+        lines = console.console.render_lines(console._panel())
+        heights.append(len(lines))
+
+    try:
+        console.log(1, metrics, stays=False)
+        measure()
+        for step, progress in ((2, "gen 1 s"), (3, "gen 1 s  " + "waiting for " * 20), (4, "")):
+            monkeypatch.setattr(console._progress, "line", lambda progress=progress: progress)
+            for stays in (False, True):
+                console.log(step, metrics, stays=stays)
+                measure()
+    finally:
+        console.close()
+    assert len(set(heights)) == 1
+    framed = console.console.render_lines(console._panel(), pad=False)
+    assert {len("".join(part.text for part in line)) for line in framed} == {76}  # `^C^C` fits beside it
 
 
 def test_sparkline_scales_to_its_range() -> None:

@@ -58,18 +58,20 @@ def test_a_finished_run_says_where_everything_is_and_the_next_command_works(
     assert model == Path("runs/one/global_step_2/actor/huggingface") and (model / "config.json").is_file()
     assert lines["look at it"] == typed("view", "runs/one", "--serve")
     command = shlex.split(lines["next"])
-    assert command[-4:] == [
+    assert command[-7:] == [
         "generate", f"model.path={model}", f"data.path={digits_data}/train.jsonl",
+        "data.prompt_key=prompt", "data.max_prompt_length=16", "data.max_response_length=4",
         "data.output_path=responses.parquet",
     ]  # fmt: skip
-    lengths = ["data.max_prompt_length=16", "data.max_response_length=4", "data.max_samples=3"]
-    assert main_generation.main([*command[-3:], *lengths, "trainer.device=cpu"]) == 0
+    assert main_generation.main([*command[-6:], "data.max_samples=3", "trainer.device=cpu"]) == 0
     lines = said(capsys.readouterr().out)
     assert "3 prompts with 1 responses each" in lines["finished"] and lines["model"] == str(model)
     assert lines["responses"] == "responses.parquet (column responses)"
     command = shlex.split(lines["next"].replace("FILE.py", f"{digits_data}/digits_reward.py"))
     assert main_eval.main([*command[-3:], "reward.in_process=True"]) == 0
-    lines = said(capsys.readouterr().out)
+    printed = capsys.readouterr()
+    assert "is read as" not in printed.err
+    lines = said(printed.out)
     assert lines["numbers"] == "responses.metrics.json" and "data.output_path" in lines["next"]
     assert main_eval.main([*command[-3:], "reward.in_process=True", "data.output_path=scored.jsonl"]) == 0
     assert said(capsys.readouterr().out)["scored rows"] == "scored.jsonl"
@@ -150,10 +152,14 @@ def written(folder: Path, contents: list[str], rows: list[dict[str, Any]], comma
 
 def test_what_it_reached_is_the_first_and_the_last_value(tmp_path: Path) -> None:
     numbers: list[float | None] = [0.5, 0.625, None]
-    rows = [{"step": n, "train/loss": 1 / n, "val/accuracy": numbers[n - 1]} for n in (1, 2, 3)]
+    rows = [
+        {"step": n, "train/loss": 1 / n, "val/loss": 4e-4 / n, "val/accuracy": numbers[n - 1]}
+        for n in (1, 2, 3)
+    ]
     lines = dict(closing_lines(written(tmp_path, ["hf_model"], rows), "finished", 200, "verl dpo"))
     assert lines["finished"] == "after step 3, in 3 min"
     assert (lines["loss"], lines["val accuracy"]) == ("1.000 -> 0.333", "0.500 -> 0.625")
+    assert lines["val loss"] == "4.0e-04 -> 1.3e-04"
     assert "validation" not in lines and "reward" not in lines
 
 

@@ -93,7 +93,8 @@ class ChatEndpoint:
         await self._server.close()
 
     def _refused(self, answer: ServerAnswer) -> str:
+        what = "the list of its models" if self.model is None else f"model {self.model!r}"
         return (
-            f"The endpoint {self._keys.url}={self.url} refused model {self.model!r} with {answer}. Check "
+            f"The endpoint {self._keys.url}={self.url} refused {what} with {answer}. Check "
             f"{self._keys.model}, and the key in the variable {self._api_key_env} ({self._keys.api_key_env})"
         )

@@ -127,16 +127,14 @@ def turn_text(message: Mapping[str, Any]) -> str:
     parts = [str(message.get("content") or "")]
     for call in message.get("tool_calls") or ():
         function = call["function"]
-        arguments = function.get("arguments") or {}
-        if isinstance(arguments, str):
-            arguments = json.loads(arguments)
-        parts.append(call_text(function["name"], arguments))
+        parts.append(call_text(function["name"], function.get("arguments") or {}))
     return "\n".join(part for part in parts if part)
 
 
 def call_text(name: str, arguments: Any) -> str:
-    call = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
-    return f"<tool_call>\n{call}\n</tool_call>"
+    """Arguments that are text stay as they are: where it is no JSON the model is told so, as in a run."""
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments": {text}}}\n</tool_call>'
 
 
 class TypedSampler(WrittenSampler):

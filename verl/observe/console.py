@@ -60,6 +60,8 @@ LINE_S = 30.0
 """Between two lines of piped output."""
 RATE_S = 10.0
 """Tokens per second are those of the last so many seconds."""
+_ECHO = 4
+"""Columns beside the live display, for the `^C` of one who stops the run: it must not begin another line."""
 _OUTER = "step"
 """The phase that contains the others."""
 
@@ -134,6 +136,12 @@ def typed(*words: str) -> str:
     return shlex.join([*program, *words])
 
 
+def number_text(value: float, form: str = "{:.3f}") -> str:
+    """A number that would be shown as zero and is not has an exponent."""
+    shown = form.format(value) if math.isfinite(value) else str(value)
+    return shown if form[-1] == "s" or not value or set(shown) & set("123456789n") else f"{value:.1e}"
+
+
 def step_line(
     step: int, metrics: Mapping[str, Any], total_steps: int | None = None, width: int | None = None
 ) -> str:
@@ -143,14 +151,9 @@ def step_line(
     for names, label, form in _COLUMNS:
         value = next((metrics[name] for name in names if metrics.get(name) is not None), None)
         if value is not None:
-            value = float(value)
-            shown = form.format(value) if math.isfinite(value) else str(value)
-            # A number that would be shown as zero and is not has an exponent.
-            vanished = form.endswith("f}") and value != 0 and not set(shown) & set("123456789n")
-            parts.append(f"{label} {value:.1e}" if vanished else f"{label} {shown}")
-    validation = validation_summary(metrics)
-    if validation is not None:
-        parts.append(f"validation {validation:.3f}")
+            parts.append(f"{label} {number_text(float(value), form)}")
+    if (validation := validation_summary(metrics)) is not None:
+        parts.append(f"validation {number_text(validation)}")
     lines = parts[:1]
     for part in parts[1:]:
         if width is not None and len(lines[-1]) + 2 + len(part) > width:
@@ -246,8 +249,8 @@ class StepConsole:
         self._curve: list[float] = []
         self._curve_name = ""
         self._rows = rows
-        self._last = ""
-        """The line of a step that is not among those above the display."""
+        self._last: list[str] = []
+        """The lines of a step that is not among those above the display."""
         self._step = 0
         self._live: Live | None = None
         self._progress = StepProgress()
@@ -270,13 +273,14 @@ class StepConsole:
     def log(self, step: int, metrics: Mapping[str, Any], *, stays: bool = True) -> None:
         """Show a step; `stays=False`: only in the live display, until the next one."""
         self._step = step
-        line = step_line(step, metrics, self.total_steps, self.console.width)
+        line = step_line(step, metrics, self.total_steps, self.console.width - (0 if stays else 4 + _ECHO))
         for name, label in (("reward/mean", "reward"), ("train/loss", "loss")):
             if metrics.get(name) is not None:
                 self._curve.append(float(metrics[name]))
                 self._curve_name = label
                 break
-        self._last = "" if stays else line
+        last = [] if stays else line.splitlines()
+        self._last = last + [""] * (len(self._last) - len(last))
         if stays:
             self._shown_at = time.monotonic()
             self.console.print(Text(line))
@@ -304,18 +308,18 @@ class StepConsole:
         from rich.panel import Panel
         from rich.progress_bar import ProgressBar
 
-        last = self._last or ("" if self._step else "starting ...")
-        rows: list[Any] = [Text(last, overflow="fold")] if last else []
-        if now := self._progress.line():
-            rows.append(Text(now, style="dim", overflow="fold"))
+        # Always as high: what is printed from one thread while another draws a display of another height would erase
+        # steps above it, or leave parts of it there.
+        now = self._progress.line() or ("" if self._step else "starting ...")
+        curve = Text("\n" * (self._rows if self._rows > 1 else 0))
         if len(self._curve) > 1:
             label = f"{self._curve_name} {self._curve[0]:.3g} -> {self._curve[-1]:.3g}"
-            between = "  " if self._rows == 1 else "\n"
-            curve = sparkline(self._curve, 40 if self._rows == 1 else 60, self._rows)
-            rows.append(Text.assemble(label, between, (curve, "cyan")))
-        if self.total_steps:
-            rows.append(ProgressBar(total=self.total_steps, completed=self._step))
-        return Panel(Group(*rows), title=Text(self.title), title_align="left")
+            between, columns = ("  ", 40) if self._rows == 1 else ("\n", 60)
+            curve = Text.assemble(label, between, (sparkline(self._curve, columns, self._rows), "cyan"))
+        newline, width = Text("\n", no_wrap=True, overflow="ellipsis"), self.console.width - _ECHO
+        text = newline.join([*map(Text, self._last), Text(now, "dim"), curve])
+        bars = [ProgressBar(total=self.total_steps, completed=self._step)] if self.total_steps else []
+        return Panel(Group(text, *bars), title=Text(self.title), title_align="left", width=width)
 
 
 class Counter:
@@ -340,10 +344,9 @@ def counting(title: str, total: int, done: int = 0) -> Iterator[Counter]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = shared_console()
-    about = TextColumn("{task.fields[about]}", markup=False)
-    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), about)
-    name = TextColumn("{task.description}", markup=False)
-    bar = Progress(name, *columns, console=console, transient=True, disable=not console.is_terminal)
+    name, about = (TextColumn(f"{{task.{each}}}", markup=False) for each in ("description", "fields[about]"))
+    columns = (name, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), about)
+    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
     with contextlib.ExitStack() as stack:
         if console.is_terminal:
             start_live(bar.live)

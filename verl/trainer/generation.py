@@ -90,7 +90,7 @@ def generate_file(cfg: GenerationConfig) -> None:
         ("model", choice.path if choice.adapter is None else f"{choice.path} with {choice.adapter}"),
         ("responses", f"{output} (column {key})"),
     ]
-    keys = [f"data.path={output}", f"data.response_key={key}", "custom_reward_function.path=FILE.py"]
+    keys = [f"data.path={output}", f"data.response_key={key}", "reward.custom_reward_function.path=FILE.py"]
     show_lines([*rows, ("next", typed("eval", *keys))])
 
 

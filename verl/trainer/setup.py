@@ -21,7 +21,7 @@ from verl.config.recipes import COMMANDS
 from verl.config.sources import leaves
 from verl.data.tokenizer import generation_stop_ids
 from verl.errors import CheckpointError, ConfigError
-from verl.observe.console import show_lines, shown_path, typed
+from verl.observe.console import number_text, show_lines, shown_path, typed
 from verl.observe.jsonl import jsonable
 from verl.observe.live import live as live_table
 from verl.observe.run_folder import RunFolder, default_run_path, read_lineage
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from verl.config.schema import BaseTrainerConfig, OfflineConfig, PPOConfig
     from verl.config.sections.data import PromptsConfig
     from verl.config.sections.rollout import MultiTurnConfig
-    from verl.observe.run_reader import MetricsLog
+    from verl.observe.run_reader import MetricsLog, Run
     from verl.trainer.main_ppo import RunResult
 
 Result = TypeVar("Result", "RunResult", "RunResult | None")
@@ -283,7 +283,7 @@ def closing_lines(folder: Path, end: str, seconds: float, command: str) -> list[
         begins = "begins again, as there is no checkpoint"
         rows.append(("next", f"{again} {begins if saved is None else f'resumes after step {saved.step}'}"))
     elif end == "finished" and (model := model_folder(folder)) is not None:
-        rows.append(("next", _use_of(command, shown_path(model), run.get("data.val_files"))))
+        rows.append(("next", _use_of(command, shown_path(model), run)))
     return rows
 
 
@@ -313,16 +313,16 @@ def model_folder(folder: Path) -> Path | None:
     return part / ADAPTER_FOLDER if (part / ADAPTER_FOLDER).is_dir() else None
 
 
-def _use_of(command: str, model: str, val_files: Any) -> str:
+def _use_of(command: str, model: str, run: Run) -> str:
     """A command that uses what `command` trained."""
     if command == "verl reward train":
         keys = ["reward.reward_model.enable=True", f"reward.reward_model.model_path={model}"]
         return f"{typed('train', *keys)} ..."
-    prompts = (
-        val_files[0] if command == "verl train" and isinstance(val_files, list) and val_files else "FILE"
-    )
-    keys = [f"model.path={model}", f"data.path={prompts}", "data.output_path=responses.parquet"]
-    return typed("generate", *keys)
+    keys = ["data.path=FILE"]
+    if command == "verl train" and (val_files := run.get("data.val_files")):
+        names = ("prompt_key", "max_prompt_length", "max_response_length")
+        keys = [f"data.path={val_files[0]}", *(f"data.{name}={run.get(f'data.{name}')}" for name in names)]
+    return typed("generate", f"model.path={model}", *keys, "data.output_path=responses.parquet")
 
 
 def _reached(log: MetricsLog) -> list[tuple[str, str]]:
@@ -342,5 +342,5 @@ def _reached(log: MetricsLog) -> list[tuple[str, str]]:
     for label, values in columns.items():
         known = [value for value in values if value is not None and math.isfinite(value)]
         if known:
-            reached.append((label, " -> ".join(f"{value:.3f}" for value in known[:1] + known[1:][-1:])))
+            reached.append((label, " -> ".join(map(number_text, known[:1] + known[1:][-1:]))))
     return reached
