@@ -173,11 +173,11 @@ def test_long_names_make_no_page_wider_than_the_screen(tab: Page, tmp_path: Path
     long = "_a_rather_long_name_without_a_space" * 5
     samples = {1: [sample(1, line, long) for line in range(8)]}
     report = write_report(write_run(tmp_path / "p" / "run", samples, long))
-    for width in (1300, 420):
+    for width in (1300, 1101, 390):
         tab.open(report.as_uri(), width=width)
         for view, ready in VIEWS:
             tab.go(group_of(samples[1][0], 1) if view == "group" else view, ready)
-            parts = "[...document.querySelectorAll('main, header, .card')]"
+            parts = "[...document.querySelectorAll('main, header, nav, .card, .space .line')]"
             wide = tab.value(
                 f"{parts}.filter(e => e.scrollWidth > e.clientWidth + 1).map(e => e.outerHTML.slice(0, 99))"
             )
@@ -252,13 +252,19 @@ def test_a_conversation_has_its_tool_turns_folded(tab: Page, tmp_path: Path) -> 
         {"role": "assistant", "content": "It is 6."},
     ]  # fmt: skip
     row = sample(1, 0) | {"turns": turns, "response": "all of it", "score": 1.25}
-    run = write_run(tmp_path / "p" / "run", {1: [row]})
+    single = float(np.float32(-0.3))  # what three turns of -0.1 are in single precision
+    played = sample(1, 1) | {
+        "score": single,
+        "turns": [{"role": "assistant", "content": "7", "reward": -0.1}] * 3,
+    }
+    run = write_run(tmp_path / "p" / "run", {1: [row, played]})
     tab.problems.clear()
     tab.open(write_report(run).as_uri())
     tab.go(group_of(sample(1, 0), 1), ".response")
+    assert tab.texts(".final")[1] == "final reward 0 and of its turns -0.3: -0.3 in all"
     assert "all of it" not in tab.text("main") and "reward 0.5" in tab.text("main")
     assert tab.text(".final") == "final reward +0.75 and of its turns +0.5: 1.25 in all"
-    assert tab.texts(".turn.assistant > .text") == ["I ask", "It is 6."]
+    assert tab.texts(".response:first-child .turn.assistant > .text") == ["I ask", "It is 6."]
     assert tab.texts("details.turn.tool > .text:not(.mono)") == ["the sum is <b>6</b>"]
     assert tab.value("[...document.querySelectorAll('details.turn.tool')].map(e => e.open)") == [False, False]
     tab.click(".answer > details.turn.tool > summary")
@@ -321,7 +327,7 @@ def test_the_list_of_responses_has_their_words_and_of_groups_those_of_the_prompt
 ) -> None:
     long = {"response": f"<|im_start|>It begins{' and goes on' * 40} with 42<|im_end|>"}
     rows = [sample(1, line) | (long if line == 0 else {}) for line in range(N)]
-    for width in (1300, 420):
+    for width in (1300, 1101, 390):
         tab.open(write_report(write_run(tmp_path / str(width) / "run", {1: rows})).as_uri(), width=width)
         tab.go("rollouts?run=0", ".space .line")
         shown = tab.texts(".space .line .peek")
@@ -394,3 +400,19 @@ def test_pairs_that_were_given_are_shown_as_samples_of_validation(tab: Page, tmp
     tab.go("group?run=0&kind=validation&step=2&uid=7", ".response")
     assert tab.texts(".response .badge") == ["chosen", "rejected"]
     assert tab.texts(".response .score") == ["0.5", "-0.25"] and not tab.problems
+
+
+def test_equal_rewards_of_zero_fill_no_bar_and_keys_of_an_advice_are_code(tab: Page, tmp_path: Path) -> None:
+    samples = {1: [sample(1, line) | {"score": 0.0} for line in range(8)]}
+    run = write_run(tmp_path / "p" / "run", samples)
+    finding = {"rule": "r", "seen": "s", "try": "`verl sft` first, or actor.optim.lr=1e-06 (now 2e-06)"}
+    (run / "metrics.jsonl").write_text(
+        json.dumps({"step": 1, "reward/mean": 0.0, "findings": [finding]}) + "\n"
+    )
+    tab.open(write_report(run).as_uri())
+    assert tab.text(".try") == "Try verl sft first, or actor.optim.lr=1e-06 (now 2e-06)"
+    assert tab.texts(".try code") == ["verl sft", "actor.optim.lr=1e-06"]
+    tab.go("rollouts?run=0", ".space .line")
+    assert set(tab.value("[...document.querySelectorAll('.space .meter i')].map(e => e.style.width)")) == {
+        "0%"
+    }

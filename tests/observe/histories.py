@@ -232,6 +232,7 @@ SICK: dict[str, list[Case]] = {
             series(actor__grad_norm=[0.1 * 1.15**n for n in range(20)]),
             "in 20 steps",
             "calculate_log_probs=True",
+            {f"{ROLLOUT}.calculate_log_probs": False},
         )
     ],
     "loss_oscillating": [

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.report_data import report_data
@@ -609,6 +610,10 @@ def test_a_conversation_is_shown_turn_by_turn(
         ["3", "assistant", "It is 6."],
     ]
     assert "(reward 0.5)" in lines and "at the end  reward 1" in lines
+    played = row | {"score": float(np.float32(-0.3)), "turns": [{"role": "assistant", "reward": -0.1}] * 3}
+    (run / "rollouts" / f"{STEPS}.jsonl").write_text(json.dumps(played) + "\n")
+    assert "at the end  reward 0\n" in view(run, "--step", str(STEPS))[1]  # a sum in single precision
+    (run / "rollouts" / f"{STEPS}.jsonl").write_text(json.dumps(row) + "\n")
     view(run, "--html")
     data = report_data(run / "report.html")
     groups = [chunk["groups"] for path, chunk in data.items() if path.startswith("run/0/groups/rollouts/")]

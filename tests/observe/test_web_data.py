@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import threading
 from collections.abc import Callable
@@ -16,11 +17,13 @@ from tests.observe.big_run import sample, write_run, write_samples
 from tests.report_data import report_data
 from tests.tiny_run import read_metrics, tiny_run
 from verl import cli
+from verl.algorithms.preference_losses import _METRICS
 from verl.config.load import from_dict, load_ppo_config, recorded
 from verl.config.schema import PPOConfig
+from verl.observe import run_facts
 from verl.observe.diagnoses import validation_summary
 from verl.observe.report import write_report
-from verl.observe.run_facts import config_changes, default_config, flat_config
+from verl.observe.run_facts import config_changes, default_config, description, flat_config
 from verl.observe.token_table import TokenFile
 from verl.observe.web_data import WebData, whole_characters
 from verl.trainer.main_ppo import run as train
@@ -214,6 +217,32 @@ def test_every_metric_of_a_run_is_described(parent: Path) -> None:
     metrics = asker(parent)("run/0/metrics.json")
     assert metrics["series"].keys() - metrics["about"].keys() == set()
     assert "cut at the longest length" in metrics["about"]["response_length/clip_ratio"]
+
+
+def test_every_metric_that_the_code_names_is_described() -> None:
+    """Also those of methods and devices that no run here has."""
+    sections = (
+        "actor|critic|implicit_reward|train|val|agents|tools|training|perf|timing_s|rollout_corr|reward"
+    )
+    name = re.compile(rf'f?"((?:{sections})(?:/(?:\w|{{[^}}]*}})+)+)"')
+    texts = {path: path.read_text() for path in Path(run_facts.__file__).parents[1].rglob("*.py")}
+    written = {
+        found
+        for path, text in texts.items()
+        if "checkpoint" not in path.parts
+        for found in name.findall(text)
+    }
+    filled = {re.sub(r"{[^}]*}", "all", each) for each in written} | {f"actor/{each}" for each in _METRICS}
+    others = {
+        "actor/all",
+        "agents/finish/all",
+        "critic/all",
+        "critic/score",
+        "critic/rewards",
+        "train/all",
+        "tools/all/all",
+    }
+    assert len(filled) > 80 and {each for each in filled - others if not description(each)} == set()
 
 
 def test_the_results_of_a_run_are_its_newest_numbers(parent: Path) -> None:

@@ -309,7 +309,8 @@ def _texts(row: dict[str, Any]) -> list[tuple[str, Any]]:
             responses.append((f"{number} {turn.get('role', '')}", f"{turn.get('content', '')}{reward}"))
         turn_rewards = [value for turn in turns if isinstance(value := turn.get("reward"), int | float)]
         if _score(row) is not None and turn_rewards:
-            responses.append(("at the end", f"reward {_score(row) - sum(turn_rewards):.4g}"))
+            # Scores are of single precision; + 0.0 makes 0 of -0.
+            responses.append(("at the end", f"reward {round(_score(row) - sum(turn_rewards), 6) + 0.0:.4g}"))
     others = [(name, row.get(name)) for name in ("prompt", "ground_truth", "error")]
     return [others[0], *responses, *others[1:]]
 

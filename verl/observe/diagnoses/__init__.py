@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from verl.config.keys import get
+
 if TYPE_CHECKING:
     from verl.observe.batch_metrics import BatchFacts
 
@@ -49,9 +51,8 @@ class Finding:
 
 def read_findings(rows: Any) -> list[Finding]:
     """Those of the value of a "findings" field, whatever another program wrote there."""
-    if not isinstance(rows, list):
-        return []
-    return [Finding.from_row(row) for row in rows if isinstance(row, Mapping) and row.get("seen")]
+    known = [row for row in (rows if isinstance(rows, list) else ()) if isinstance(row, Mapping)]
+    return [Finding.from_row(row) for row in known if row.get("seen")]
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,17 @@ class History:
             return f"algorithm.kl_ctrl.kl_coef={max(10 * now, 0.01):g} (now {now:g})"
         return f"{ACTOR}.use_kl_loss=True with {ACTOR}.kl_loss_coef=0.01"
 
+    @property
+    def more_entropy(self) -> str:
+        return f"{ACTOR}.entropy_coeff={max(2 * self.actor.entropy_coeff, 0.001):g}"
+
+    def choices(self, *texts: str) -> str:
+        """Those that change something, joined by "or": no key=value that the config has already."""
+        return " or ".join(text for text in texts if not self._has(*text.partition(" ")[0].split("=")))
+
+    def _has(self, key: str, value: str = "") -> bool:
+        return value != "" and str(get(self.config, key)) in (value, f"{value}.0")
+
     def latest(self, name: str) -> float | None:
         value = self.steps[-1][1].get(name) if self.steps else None
         return None if value is None else float(value)
@@ -140,8 +152,7 @@ class History:
 
     def validations(self) -> list[tuple[int, float]]:
         """(step, validation score) of every validation so far; the mean over the core metrics."""
-        found = [(step, validation_summary(metrics)) for step, metrics in self.steps]
-        return [(step, value) for step, value in found if value is not None]
+        return [(step, value) for step, m in self.steps if (value := validation_summary(m)) is not None]
 
     def mean_around(self, name: str, step: int, width: int = 3) -> float | None:
         near = [m for s, m in self.steps if abs(s - step) <= width]

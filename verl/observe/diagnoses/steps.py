@@ -49,10 +49,9 @@ def rewards_all_equal(h: History) -> Seen | None:
     if low >= max(h.series("reward/max")) and low > min(h.series("reward/min")):
         return None  # it learned to get the best reward it knows
     seen = f"all rewards of this batch are {low:g}"
-    other = "harder prompts (data.train_files)"
-    if low <= 0:
-        other = "easier prompts (data.train_files) or `verl sft` first"
-    return seen, f"`verl reward test`, which shows what the reward function returns; if it is right, {other}"
+    other = "harder prompts" if low > 0 else "`verl sft` first, or easier prompts"
+    fix = "`verl reward test`, which shows what the reward function returns; if it is right, "
+    return seen, f"{fix}{other} (data.train_files)"
 
 
 @diagnosis("step", "they add nothing to the update")
@@ -64,7 +63,7 @@ def groups_without_signal(h: History) -> Seen | None:
         return None
     n = h.rollout.n
     seen = f"{share:.0%} of the prompts got equal rewards for all responses"
-    return seen, f"algorithm.filter_groups.enable=True, or {ROLLOUT}.n={max(2 * n, 8)} (now {n})"
+    return seen, h.choices("algorithm.filter_groups.enable=True", f"{ROLLOUT}.n={max(2 * n, 8)} (now {n})")
 
 
 @diagnosis("step", "the scores of this step come from elsewhere")
@@ -81,9 +80,8 @@ def rewards_failed(h: History) -> Seen | None:
     failed = h.latest("reward/failed")
     if not failed:
         return None
-    timeout, faulty = h.config.reward.timeout_s, "the reward function"
-    if h.rollout.multi_turn.enable:
-        faulty += ", environment or simulated user"
+    timeout = h.config.reward.timeout_s
+    faulty = "the reward function" + ", environment or simulated user" * h.rollout.multi_turn.enable
     seen = f"{failed:g} responses got no score"
     fix = f"to fix {faulty} (rollouts/ has the errors), or reward.timeout_s={2 * timeout:g} (now {timeout:g})"
     return seen, fix
@@ -119,11 +117,10 @@ def validation_always_zero(h: History) -> Seen | None:
     if len(scores) < (2 if learned else 3):
         return None
     others = "though training rewards are not" if learned else "and so are the training rewards"
-    return (
-        f"validation was 0 in all of {len(scores)} validations, {others}",
-        "data.val_files with the columns of data.train_files, a reward function that handles its data_source, and "
-        f"{ROLLOUT}.val_kwargs.temperature=0 (now {h.rollout.val_kwargs.temperature:g})",
-    )
+    seen = f"validation was 0 in all of {len(scores)} validations, {others}"
+    fit = "data.val_files with the columns of data.train_files, a reward function for its data_source"
+    now = h.rollout.val_kwargs.temperature
+    return seen, h.choices(fit, f"{ROLLOUT}.val_kwargs.temperature=0 (now {now:g})")
 
 
 # -- losses, gradients, KL and entropy --------------------------------------------------------------------------------
@@ -134,8 +131,8 @@ def not_finite(h: History) -> Seen | None:
     for name in NEVER_INFINITE:
         value = h.latest(name)
         if value is not None and not math.isfinite(value):
-            seen = f"{name} is {value}"
-            return seen, f"{h.lower_lr} if it happens again, and look for extreme values in the data"
+            fix = f"{h.lower_lr} if it happens again, and look for extreme values in the data"
+            return f"{name} is {value}", fix
     for name in SKIPPED:
         if h.latest(name):
             seen = f"{name} is {h.latest(name):g}, as a gradient was not finite"
@@ -159,9 +156,10 @@ def update_too_large(h: History) -> Seen | None:
         return None
     age = h.latest("training/age/max") or 0
     steps = f"in the {age + 1:g} steps since the oldest tokens were drawn" if age else "in one step"
+    fewer = f" or fewer {ACTOR}.ppo_epochs" * (h.actor.ppo_epochs > 1)
     more = " or a smaller trainer.async_training.staleness" if age else ""
     seen = f"actor/ppo_kl is {update:.3g} {steps}, beyond {KL_OF_UPDATE_BOUND:g}"
-    return seen, f"{h.lower_lr} or fewer {ACTOR}.ppo_epochs{more}"
+    return seen, h.lower_lr + fewer + more
 
 
 @diagnosis("step", "this biases the gradient")
@@ -172,12 +170,10 @@ def rollout_probs_differ(h: History) -> Seen | None:
     bound = h.config.trainer.health.probs_diff_bound
     if value <= bound:
         return None
-    vllm = ""
-    if h.rollout.name == "vllm":
-        vllm = f", +{ROLLOUT}.engine_kwargs.vllm.disable_cascade_attn=True (long contexts)"
     seen = f"training/rollout_probs_diff_mean is {value:.4f}, above {bound:g} (normal below 0.005)"
-    fix = f"algorithm.rollout_correction.rollout_is=token, {ROLLOUT}.name=native, the same dtype on both sides{vllm}"
-    return seen, fix
+    vllm = f" or +{ROLLOUT}.engine_kwargs.vllm.disable_cascade_attn=True (long contexts)"
+    ways = ("algorithm.rollout_correction.rollout_is=token", f"{ROLLOUT}.name=native")
+    return seen, h.choices(*ways, "the same dtype on both sides") + vllm * (h.rollout.name == "vllm")
 
 
 @diagnosis("step", "often rollout and trainer disagree")
@@ -189,8 +185,8 @@ def gradient_norm_growing(h: History) -> Seen | None:
     if not (thirds[2] > 3 * thirds[0] > 0 and thirds[0] < thirds[1] < thirds[2]):
         return None
     seen = f"actor/grad_norm grew from {thirds[0]:.2g} to {thirds[2]:.2g} in 20 steps"
-    fix = f"{ROLLOUT}.calculate_log_probs=True and watch training/rollout_probs_diff_mean, or {h.lower_lr}"
-    return seen, fix
+    look = "a look at training/rollout_probs_diff_mean"
+    return seen, h.choices(f"{ROLLOUT}.calculate_log_probs=True", look, h.lower_lr)
 
 
 @diagnosis("step", "updates overshoot")
@@ -208,7 +204,7 @@ def loss_oscillating(h: History) -> Seen | None:
         return None
     more = "a larger data.train_batch_size" if h.offline else f"{ACTOR}.clip_ratio=0.1"
     seen = f"{name} goes up and down, by {early:.2g} a step 20 steps ago and by {late:.2g} now"
-    return seen, f"{h.lower_lr} or {more}"
+    return seen, h.choices(h.lower_lr, more)
 
 
 @diagnosis("step", "learning rate too small, or the KL holds the policy at the reference")
@@ -229,13 +225,11 @@ def policy_not_moving(h: History) -> Seen | None:
 @diagnosis("step", "the policy stopped exploring")
 def entropy_collapsed(h: History) -> Seen | None:
     entropy, rewards = h.series("actor/entropy"), h.series("reward/mean")
-    if len(entropy) < 5 or not rewards or not (entropy[-1] < 0.02 and entropy[-1] < 0.05 * entropy[0]):
-        return None
-    if h.solved:
-        return None  # certain because it is right
+    if len(entropy) < 5 or not rewards or not entropy[-1] < min(0.02, 0.05 * entropy[0]) or h.solved:
+        return None  # of a solved task it is certain because it is right
     return (
         f"actor/entropy fell from {entropy[0]:.3g} to {entropy[-1]:.3g} while the reward is {rewards[-1]:.3g}",
-        f"{ACTOR}.clip_ratio_high=0.28 or {ACTOR}.entropy_coeff={max(2 * h.actor.entropy_coeff, 0.001):g}",
+        h.choices(f"{ACTOR}.clip_ratio_high=0.28", h.more_entropy),
     )
 
 
@@ -254,7 +248,7 @@ def overfitting(h: History) -> Seen | None:
     return (
         f"val/loss rose from {best:.3g} (step {best_step}) to {losses[-1][1]:.3g} while train/loss fell from "
         f"{at_best:.3g} to {now:.3g}",
-        f"trainer.early_stop_patience=2, fewer trainer.total_epochs, or {h.lower_lr}",
+        h.choices("trainer.early_stop_patience=2", "fewer trainer.total_epochs", h.lower_lr),
     )
 
 
@@ -302,7 +296,7 @@ def responses_duplicate(h: History) -> Seen | None:
     if share <= 0.5:
         return None
     now = h.rollout.temperature
-    more = f"{ROLLOUT}.temperature=1.0 (now {now:g})" if now < 1 else f"{ACTOR}.entropy_coeff=0.001"
+    more = f"{ROLLOUT}.temperature=1.0 (now {now:g})" if now < 1 else h.more_entropy
     seen = f"{share:.0%} of the prompts got the same response every time"
     return seen, f"{more} or fewer {ROLLOUT}.n (now {h.rollout.n})"
 
@@ -320,7 +314,7 @@ def length_drift(h: History) -> Seen | None:
     return (
         f"response_length/mean {verb} from {lengths[0]:.0f} to {lengths[1]:.0f} tokens while the reward went from "
         f"{rewards[0]:.3g} to {rewards[1]:.3g}",
-        "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm, or a reward that takes length into account",
+        h.choices(f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm", "a reward that depends on the length"),
     )
 
 
@@ -330,12 +324,12 @@ def samples_stale(h: History) -> Seen | None:
     if oldest is None or mean is None or not oldest:
         return None
     bound = h.config.trainer.async_training.staleness or 0
+    younger = f"trainer.async_training.staleness={max(bound // 2, 1)} (now {bound})"
     if oldest <= bound and not (bound >= 2 and mean >= 0.8 * bound):
         return None
     return (
         f"tokens are {mean:.1f} updates old on average and {oldest:g} at most (staleness {bound})",
-        f"trainer.async_training.staleness={max(bound // 2, 1)} (now {bound}), more devices for generating, or "
-        "algorithm.rollout_correction.rollout_is=token",
+        h.choices(younger, "more devices for generating", "algorithm.rollout_correction.rollout_is=token"),
     )
 
 

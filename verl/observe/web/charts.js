@@ -123,7 +123,7 @@ const Charts = (() => {
         width: Math.max(120, box.clientWidth), height, legend: { show: false }, padding: [8, 16, 0, 0],
         scales: { x: { time: false, range: (u, low, high) => place.family.state.range || (low === high ? [low - 1, high + 1] : [low, high]) },
           y: options.log ? { distr: 3 } : { range: rangeOfY } },
-        axes: [axis({ size: 24, space: 46, incrs: options.x === "time" ? undefined : WHOLE }), axis({ size: 52, space: 28, values: (u, ticks) => ticks.map((v) => (v === null ? "" : number(v))) })],
+        axes: [axis({ size: 27, gap: 7, space: 46, incrs: options.x === "time" ? undefined : WHOLE }), axis({ size: 52, space: 28, values: (u, ticks) => ticks.map((v) => (v === null ? "" : number(v))) })],
         series: [{}, ...shown.map(seriesOf)],
         cursor: { y: false, drag: { x: true, y: false, setScale: false }, points: { size: 7 },
           sync: { key: place.family.key, setSeries: false, scales: ["x", null], filters: { pub: (type) => type === "mousemove" || type === "mouseleave" } } },

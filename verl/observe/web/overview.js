@@ -10,11 +10,14 @@ const Overview = (() => {
     return `steps ${number(finding.first)} to ${number(finding.last)}, ${number(finding.times)} times`;
   }
 
+  /** Of an advice the keys, metrics, files and commands stand out from the words. */
+  const coded = (text) => text.split(/(`[^`]+`|\+?[a-z_]\w*(?:[./]\w+)+(?:=[^\s,;()]+)?)/).map((part, i) => (i % 2 ? h("code", {}, part.replaceAll("`", "")) : part));
+
   function findingCard(finding) {
     return h("article", { class: `card finding ${finding.recent ? "" : "past"}`, "data-rule": finding.rule },
       h("div", { class: "row" }, h("span", { class: "seen grow" }, finding.seen), h("span", { class: "when" }, when(finding))),
-      finding.meaning ? h("p", {}, finding.meaning) : null,
-      finding.try ? h("p", { class: "try" }, h("span", { class: "muted" }, "Try "), h("code", {}, finding.try)) : null);
+      finding.meaning ? h("p", {}, coded(finding.meaning)) : null,
+      finding.try ? h("p", { class: "try" }, h("span", { class: "muted" }, "Try "), coded(finding.try)) : null);
   }
 
   function findings(list) {

@@ -36,7 +36,8 @@ const ResponseCard = (() => {
     const turns = row.turns.map((turn) => turn.reward).filter((reward) => typeof reward === "number");
     if (typeof row.score !== "number") return null;
     const own = turns.reduce((sum, reward) => sum + reward, 0);
-    return h("p", { class: "turn final" }, h("strong", {}, `final reward ${signed(row.score - own)}`), turns.length ? h("span", { class: "muted" }, ` and of its turns ${signed(own)}: ${number(row.score)} in all`) : null);
+    const final = Number((row.score - own).toFixed(6)) + 0; // scores are of single precision, and + 0 makes 0 of -0
+    return h("p", { class: "turn final" }, h("strong", {}, `final reward ${signed(final)}`), turns.length ? h("span", { class: "muted" }, ` and of its turns ${signed(own)}: ${number(row.score)} in all`) : null);
   }
 
   function scores(row, name) {

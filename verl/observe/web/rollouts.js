@@ -21,7 +21,7 @@ const Rollouts = (() => {
   }
 
   function meter(score, [low, high]) {
-    const share = Number.isNaN(score) ? 0 : high > low ? (score - low) / (high - low) : 1;
+    const share = Number.isNaN(score) ? 0 : high > low ? (score - low) / (high - low) : Number(score > 0);
     return [h("span", { class: "meter" }, h("i", { style: { width: `${100 * share}%` } })), h("span", {}, number(score))];
   }
 
@@ -39,8 +39,8 @@ const Rollouts = (() => {
     if (mode === "groups") {
       const groups = found.groups;
       return [
-        ["step", "step", "52px", (g) => cell(number(groups.step[g]))],
-        ["mean", run.score, "96px", (g) => cell(meter(groups.mean[g], scores), "metered")],
+        ["step", "step", narrow ? "46px" : "52px", (g) => cell(number(groups.step[g]))],
+        ["mean", run.score, narrow ? "90px" : "98px", (g) => cell(meter(groups.mean[g], scores), "metered")],
         ["std", "spread", "60px", (g) => cell(number(groups.std[g]))],
         ["n", "n", "34px", (g) => cell(number(groups.n[g]))],
         ["length", "tokens", "60px", (g) => cell(number(Math.round(groups.length[g])))],
@@ -50,15 +50,15 @@ const Rollouts = (() => {
     }
     const turns = table.turns.some((value) => value > 1);
     return [
-      ["step", "step", "52px", (r) => cell(number(table.step[r]))],
-      ["score", run.score, "96px", (r) => cell(meter(table.score[r], scores), "metered")],
-      ...(run.kind === "offline" ? [] : [["advantage", "adv", "62px", (r) => cell(signed(table.advantage[r]))]]),
-      ["length", "tokens", "56px", (r) => cell(number(table.length[r]))],
-      ...(table.names.finish.join("") === "" && !table.error.includes(1) ? [] : [["finish", run.kind === "offline" ? "answer" : "finish", "minmax(56px, 80px)", (r) => h("span", { class: table.error[r] ? "bad" : "" }, table.error[r] ? "error" : table.names.finish[table.finish[r]])]]),
+      ["step", "step", narrow ? "46px" : "52px", (r) => cell(number(table.step[r]))],
+      ["score", run.score, narrow ? "90px" : "98px", (r) => cell(meter(table.score[r], scores), "metered")],
+      ...(run.kind === "offline" ? [] : [["advantage", "adv", narrow ? "52px" : "62px", (r) => cell(signed(table.advantage[r]))]]),
+      ["length", "tokens", "52px", (r) => cell(number(table.length[r]))],
+      ...(table.names.finish.join("") === "" && !table.error.includes(1) ? [] : [["finish", run.kind === "offline" ? "answer" : "finish", "minmax(46px, 64px)", (r) => h("span", { class: table.error[r] ? "bad" : "" }, table.error[r] ? "error" : table.names.finish[table.finish[r]])]]),
       ...(narrow ? [] : [
         ...(turns ? [["turns", "turns", "44px", (r) => cell(number(table.turns[r]))]] : []),
-        ...(table.names.source.length > 1 ? [["source", "source", "minmax(50px, 110px)", (r) => h("span", {}, table.names.source[table.source[r]])]] : []),
-        ["uid", "id", "minmax(60px, 1fr)", (r) => h("span", { class: "muted" }, table.names.uid[table.uid[r]])]]),
+        ...(table.names.source.length > 1 ? [["source", "source", "minmax(30px, 110px)", (r) => h("span", {}, table.names.source[table.source[r]])]] : []),
+        ["uid", "id", "minmax(36px, 1fr)", (r) => h("span", { class: "muted" }, table.names.uid[table.uid[r]])]]),
     ];
   }
 

@@ -87,10 +87,10 @@ const Runs = (() => {
       } }, title, chosen && key ? (sorting.down ? " ↓" : " ↑") : ""), about));
     }
 
-    /** Of the runs that have a number, the best one; none where only one has it, or for where a run began. */
+    /** Of the runs that have a number, the best one; none where all have the same, or for where a run began. */
     const best = new Map(columns.filter(([key]) => key !== "validation_first").map(([key]) => {
       const values = all.map((run) => run.results[key]).filter((value) => value !== null);
-      return [key, values.length < 2 ? null : LOW_IS_BEST.includes(key) ? Math.min(...values) : Math.max(...values)];
+      return [key, new Set(values).size < 2 ? null : LOW_IS_BEST.includes(key) ? Math.min(...values) : Math.max(...values)];
     }));
 
     function line([run, depth]) {

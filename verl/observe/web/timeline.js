@@ -82,7 +82,7 @@ const Timeline = (() => {
       ctx.scale(scale, scale);
       ctx.font = "11px system-ui, sans-serif";
       ctx.textBaseline = "middle";
-      const gap = niceStep((to - from) / Math.max(2, plotWidth() / 110));
+      const gap = niceStep((to - from) / Math.max(2, plotWidth() / 80));
       ctx.strokeStyle = colour("--grid");
       ctx.fillStyle = colour("--muted");
       const ticks = [];
@@ -177,7 +177,7 @@ const Timeline = (() => {
       end = data.spans.reduce((most, span) => Math.max(most, span[3]), 0) || 1;
       steps = [...new Set(data.spans.map((span) => span[4]))].sort((a, b) => a - b);
       box.hidden = !data.spans.length;
-      fill(note, data.spans.length ? `${number(steps.length)} steps, ${seconds(end)}. Drag to move, double-click a phase to see its step.` : "No phase was recorded.");
+      fill(note, data.spans.length ? `${number(steps.filter((step) => step > 0).length)} steps, ${seconds(end)}. Drag to move, double-click a phase to see its step.` : "No phase was recorded.");
       fill(times, StepTime.card(run, metrics));
       const named = StepTime.names(run, metrics);
       fill(swatches, names.filter(([name]) => !named.includes(name)).slice(0, 24).map(([name, sum]) => StepTime.swatch(name, seconds(sum))));
