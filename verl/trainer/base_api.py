@@ -19,6 +19,7 @@ from verl.observe.run_folder import expanded
 from verl.trainer.callbacks import CallbackEvents
 from verl.trainer.given_data import GivenData
 from verl.trainer.given_model import borrowed, model_keys, own_tokenizer, refuse_torchrun
+from verl.trainer.preflight import GIVEN_ROWS
 
 if TYPE_CHECKING:
     from verl.config.schema import OfflineConfig, PPOConfig
@@ -174,11 +175,15 @@ class BaseTrainer:
         folder = self._output_dir(values)
         for key, given in (("data.train_files", self._train), ("data.val_files", self._eval)):
             if given is not None:
-                values[key] = given.write(folder) if write else given.files or ["(given rows)"]
-        if not write and self._eval is not None and not self._eval.files:
-            values.pop("data.val_files")  # not written yet
+                values[key] = given.write(folder) if write else given.files or [GIVEN_ROWS]
+        if (
+            self._eval is None
+            and "data.val_files" not in args.overrides
+            and "eval_on_start" not in args.given
+        ):
+            values.pop("trainer.val_before_train", None)  # TRL's default, which needs validation
         if self._train is None:
-            values.setdefault("data.train_files", args.overrides.get("data.train_files", ["(given rows)"]))
+            values.setdefault("data.train_files", args.overrides.get("data.train_files", [GIVEN_ROWS]))
         return values
 
     def _output_dir(self, values: dict[str, Any]) -> str:

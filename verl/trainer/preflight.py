@@ -30,6 +30,8 @@ from verl.errors import ConfigError, ModelError
 logger = logging.getLogger(__name__)
 
 _ANY_HEAD = ("critic.model.path", "reward.reward_model.model_path")
+GIVEN_ROWS = "(given rows)"
+"""In place of a file: rows in memory, which are written as the run starts."""
 PROMPT_AND_RESPONSE = "data.max_prompt_length + data.max_response_length"
 
 
@@ -80,7 +82,12 @@ def _absent_files(cfg: PPOConfig | OfflineConfig, given_data: bool) -> list[str]
         named["data.train_files"] = cfg.data.train_files
     if isinstance(cfg, PPOConfig):
         named |= {f"data.mixture[{i}].files": each.files for i, each in enumerate(cfg.data.mixture)}
-    lines = [absent(entry, key) for key, entries in sorted(named.items()) for entry in entries]
+    lines = [
+        absent(entry, key)
+        for key, entries in sorted(named.items())
+        for entry in entries
+        if entry != GIVEN_ROWS
+    ]
     return [line for line in lines if line]
 
 
