@@ -17,7 +17,7 @@ SAMPLES: dict[str, Any] = {
     "adam_beta1": 0.8, "adam_beta2": 0.9, "bf16": True, "fp16": True, "fsdp": "full_shard offload", "fsdp_config": {},
     "generation_batch_size": 8, "greater_is_better": False, "importance_sampling_level": "sequence",
     "loss_type": "dapo", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}, "lr_scheduler_type": "cosine",
-    "max_steps": 3, "metric_for_best_model": "eval_loss", "model_init_kwargs": {"dtype": "float32"},
+    "max_steps": 3, "metric_for_best_model": "val/loss", "model_init_kwargs": {"dtype": "float32"},
     "multi_objective_aggregation": "sum_then_normalize", "optim": "adamw_torch", "report_to": "none",
     "resume_from_checkpoint": "folder", "reward_weights": [1.0], "save_only_model": True, "scale_rewards": "group",
     "steps_per_generation": 1, "truncation_mode": "keep_end", "vllm_importance_sampling_mode": "token_truncate",
@@ -37,7 +37,8 @@ def values_of(args: Any) -> dict[str, Any]:
 
 def sample(kind: Any, name: str) -> Any:
     if name in SAMPLES:
-        return "ipo" if kind is DPOConfig and name == "loss_type" else SAMPLES[name]
+        other = {(DPOConfig, "loss_type"): "ipo", (SFTConfig, "metric_for_best_model"): "eval_loss"}
+        return other.get((kind, name), SAMPLES[name])
     keys = schema_keys(kind.kind)
     (key, *_) = [keys[each] for each in trl_names()["keys"][name] if each in keys]
     if "bool" in str(key.type):
@@ -50,7 +51,7 @@ def test_every_name_with_a_key_is_taken(kind: Any) -> None:
     keys = schema_keys(kind.kind)
     for name, ours in trl_names()["keys"].items():
         if not any(key in keys for key in ours):
-            with pytest.raises(ConfigError, match=f"unknown argument '{name}'"):
+            with pytest.raises(ConfigError, match=rf"unknown argument '{name}'|{name}=1\): not available"):
                 kind(**{name: 1})
             continue
         args = kind(**{name: sample(kind, name)})
@@ -74,7 +75,36 @@ def test_every_name_with_a_note_is_said_or_refused(caplog: pytest.LogCaptureFixt
             caplog.clear()
             GRPOConfig(**{name: "x"}).say_unused()
             assert f"{name} has no effect: {note}" in caplog.text, name
-    assert table["values"].keys() <= table["notes"].keys()
+    assert table["values"].keys() <= table["notes"].keys() | table["offline"].keys()
+
+
+@pytest.mark.parametrize("kind", [SFTConfig, DPOConfig, RewardConfig])
+def test_names_of_other_commands_are_taken_where_they_ask_for_nothing(kind: Any) -> None:
+    for name, reason in trl_names()["offline"].items():
+        if kind is DPOConfig and name == "loss_type":
+            continue
+        accepted = trl_names()["values"].get(name, [False])[0]
+        kind(**{name: accepted})
+        with pytest.raises(ConfigError, match=f"{name}='x'.*{reason}"):
+            kind(**{name: "x"})
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "key", "greater"),
+    [
+        (SFTConfig, "loss", "val/loss", False),
+        (SFTConfig, "val/perplexity", "val/perplexity", False),
+        (DPOConfig, "eval_rewards/accuracies", "val/accuracy", True),
+        (GRPOConfig, "val-core/unknown/reward/mean@1", "val-core/unknown/reward/mean@1", True),
+    ],
+)
+def test_the_best_model_is_that_of_a_number_of_validation(
+    kind: Any, name: str, key: str, greater: bool
+) -> None:
+    args = kind(metric_for_best_model=name)
+    values = values_of(args)
+    assert values["trainer.keep_best"] == key and args.greater_is_better is greater
+    assert values["trainer.keep_best_mode"] == ("max" if greater else "min")
 
 
 def test_batches_count_prompts_and_steps_of_ours(caplog: pytest.LogCaptureFixture) -> None:
@@ -146,6 +176,8 @@ def test_values_are_converted(kind: Any, arguments: dict[str, Any], key: str, va
         (GRPOConfig, {"scale_rewards": "batch"}, r"one of True, 'group'"),
         (SFTConfig, {"save_strategy": "best"}, r"no, steps or epoch"),
         (SFTConfig, {"model_init_kwargs": {"load_in_4bit": True}}, r"load_in_4bit is not available"),
+        (GRPOConfig, {"metric_for_best_model": "eval_reward"}, r"in RL give e.g. val-core/SOURCE"),
+        (SFTConfig, {"metric_for_best_model": "accuracy"}, r"else e.g. eval_loss"),
         (SFTConfig, {"completion_only_loss": False}, r"always done"),
         (GRPOConfig, {"ref_model_mixup_alpha": 0.6}, r"not mixed"),
     ],

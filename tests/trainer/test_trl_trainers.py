@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,12 @@ import pytest
 import torch
 from peft import IA3Config, LoraConfig
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    EarlyStoppingCallback,
+    TrainerCallback,
+)
 
 from tests.tiny_run import read_metrics, tiny_run, untimed
 from verl import (
@@ -411,6 +417,48 @@ def test_no_key_is_said_to_lack_a_validation_that_the_caller_gave_or_did_not_ask
     assert "'trainer.test_freq'=2 has no effect: data.val_files is not set" in caplog.text
 
 
+def test_early_stopping_of_transformers_ends_a_run(tiny_model_dir: Path, tmp_path: Path) -> None:
+    numbers = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 9, "learning_rate": 100.0}
+    trainer = SFTTrainer(
+        model=str(tiny_model_dir),
+        args=offline_arguments(SFTConfig, tmp_path, metric_for_best_model="eval_loss", **numbers),
+        train_dataset=ANSWERS,
+        eval_dataset=ANSWERS,
+        callbacks=[EarlyStoppingCallback(early_stopping_patience=1)],
+    )
+    steps = trainer.train().steps
+    losses = [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row]
+    first_worse = next(i for i, (last, loss) in enumerate(pairwise(losses), 2) if loss >= last)
+    assert steps == first_worse < 9 and trainer.state.best_metric == min(losses[:-1])
+
+
+@pytest.mark.parametrize("kind", [SFTConfig, GRPOConfig])
+def test_rows_in_memory_are_data_before_they_are_written(
+    kind: Any, tiny_model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    args = kind(str(tmp_path), eval_strategy="steps", eval_steps=1, max_steps=1)
+    make: Any = SFTTrainer if kind is SFTConfig else GRPOTrainer
+    make(model=str(tiny_model_dir), args=args, train_dataset=ANSWERS, eval_dataset=ANSWERS)
+    make(model=str(tiny_model_dir), args=kind(str(tmp_path)), train_dataset=ANSWERS)
+    assert "data.val_files" not in caplog.text
+
+
+def test_answers_that_hold_their_prompt_are_split_where_they_differ(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    pairs = [{"chosen": f"repeat 1{row['chosen']}", "rejected": "repeat 1 no"} for row in PAIRS]
+    for trainer, kind in ((DPOTrainer, DPOConfig), (RewardTrainer, RewardConfig)):
+        result = trainer(
+            model=str(tiny_model_dir),
+            args=offline_arguments(kind, tmp_path / kind.__name__, max_steps=1),
+            train_dataset=[*pairs, {"chosen": "1 2", "rejected": "3 4"}],
+        ).train()
+        (file,) = (result.folder / "data").iterdir()
+        first, *_, last = rows_of(file)
+        assert first == {"prompt": "repeat 1", "chosen": " 0", "rejected": " no"}
+        assert last == {"prompt": "", "chosen": "1 2", "rejected": "3 4"}
+
+
 def test_strategies_of_epochs(tiny_model_dir: Path, tmp_path: Path) -> None:
     args = offline_arguments(SFTConfig, tmp_path, max_steps=-1, save_strategy="epoch", eval_strategy="epoch")
     cfg = SFTTrainer(
@@ -468,6 +516,7 @@ def test_pushing_to_the_hub(tiny_model_dir: Path, tmp_path: Path, monkeypatch: p
         (lambda m: SFTTrainer(m, formatting_func=str), r"formatting_func=...\): not available"),
         (lambda m: SFTTrainer(m, train_dataset={"train": []}), r"train_dataset is a dict of train"),
         (lambda m: SFTTrainer(m, train_dataset=[]), r"train_dataset has no rows"),
+        (lambda m: SFTTrainer(m, train_dataset=[{"text": "0 1"}]), r"rows of plain text are not available"),
         (lambda m: SFTTrainer(m, train_dataset=3), r"train_dataset is a int"),
         (lambda m: SFTTrainer(m, train_dataset=ANSWERS, callbacks=[3]), r"callbacks has 3"),
         (lambda m: DPOTrainer(m, ref_model="other"), r"ref_model=...\): not available"),

@@ -27,6 +27,7 @@ _BATCH = (
     "per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size", "steps_per_generation",
     "num_mini_batches", "total_episodes",
 )  # fmt: skip
+_CONVERTED = (*_BATCH, "eval_strategy", "save_strategy")
 _IN_PYTHON = "in Python alone"
 
 
@@ -61,6 +62,8 @@ class TrainingArguments:
         self.given = {name: value for name, value in arguments.items() if value is not None}
         for name in arguments:
             self._require_known(name)
+        if metric := self.given.get("metric_for_best_model"):
+            self.given.setdefault("greater_is_better", not metric.endswith(("loss", "perplexity")))
         self._unused = [line for name, value in self.given.items() if (line := self._note(name, value))]
         self.keys()
 
@@ -120,7 +123,13 @@ class TrainingArguments:
         return next((key for key in trl_names()["keys"].get(name, ()) if key in keys), None)
 
     def _knows(self, name: str) -> bool:
-        return name in trl_names()["notes"] or self._key(name) is not None
+        return self._key(name) is not None or self._reason(name) is not None
+
+    def _reason(self, name: str) -> str | None:
+        """Why a name has no key here."""
+        offline = {} if self.kind is schema.PPOConfig else trl_names()["offline"]
+        reason: str | None = trl_names()["notes"].get(name, offline.get(name))
+        return reason
 
     def _require_known(self, name: str) -> None:
         if self._knows(name):
@@ -137,8 +146,8 @@ class TrainingArguments:
 
     def _note(self, name: str, value: Any) -> str:
         """Why an argument has no effect; ConfigError where it asks for what there is not."""
-        note = trl_names()["notes"].get(name)
-        if note is None or note.startswith(_IN_PYTHON) or name in (*_BATCH, "eval_strategy", "save_strategy"):
+        note = self._reason(name)
+        if note is None or self._key(name) or note.startswith(_IN_PYTHON) or name in _CONVERTED:
             return ""
         accepted = trl_names()["values"].get(name)
         if accepted is not None:

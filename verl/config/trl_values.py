@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from verl.config import schema
+from verl.config.keys import trl_names
 from verl.config.methods import POLICY_LOSS, builtin_names
 
 if TYPE_CHECKING:
@@ -183,6 +184,15 @@ def _objectives(args: TrainingArguments, key: str, value: Any) -> dict[str, Any]
     return {}
 
 
+def _best(args: TrainingArguments, key: str, value: str) -> dict[str, Any]:
+    table = {} if args.kind is schema.PPOConfig else trl_names()["metrics"]
+    name = table.get(f"eval_{value.removeprefix('eval_')}", [value])[0]
+    if not name.startswith("val"):
+        reason = "validation has no such number; in RL give e.g. val-core/SOURCE/reward/mean@1, else e.g. eval_loss"
+        raise args.refuse("metric_for_best_model", value, reason)
+    return {key: name}
+
+
 CONVERTERS: dict[str, Callable[[TrainingArguments, str, Any], dict[str, Any]]] = {
     "adam_beta1": _betas,
     "adam_beta2": _betas,
@@ -200,7 +210,7 @@ CONVERTERS: dict[str, Callable[[TrainingArguments, str, Any], dict[str, Any]]] =
     "loss_type": _loss,
     "lr_scheduler_kwargs": _schedule_options,
     "lr_scheduler_type": _choice(_SCHEDULES, "lr_scheduler_type"),
-    "metric_for_best_model": lambda args, key, value: {key: value.replace("eval_", "val/", 1)},
+    "metric_for_best_model": _best,
     "model_init_kwargs": _model_options,
     "multi_objective_aggregation": _objectives,
     "num_completions_to_print": lambda args, key, value: {key: value} if args.log_completions else {},

@@ -136,11 +136,7 @@ class PPOTrainer(BaseTrainer):
             )
             functions = reward_function if reward_funcs is None else reward_funcs
             self._rewards = RewardFuncs(functions, self.args.reward_weights, reward_processing_classes)
-            preflight(
-                self.run_config(),
-                given_model=self._loaded,
-                given_data=self._train is None or not self._train.files,
-            )
+            preflight(self.run_config(), given_model=self._loaded)
             return
         self.model = model
         self.tokenizer = processing_class if tokenizer is None else tokenizer

@@ -79,6 +79,7 @@ class CallbackEvents(Events):
         if evaluated:
             self._append(validation)
             self.call("on_evaluate", metrics=validation)
+            self._keep_best(step, validation)
         if state.epoch > self._epochs:
             self._epochs = int(state.epoch)
             self.call("on_epoch_end")
@@ -92,6 +93,14 @@ class CallbackEvents(Events):
     def end(self) -> None:
         """The run is over."""
         self.call("on_train_end")
+
+    def _keep_best(self, step: int, validation: Mapping[str, Any]) -> None:
+        """The best value of `metric_for_best_model`, which EarlyStoppingCallback compares the next one with."""
+        name = self.args.metric_for_best_model or "loss"
+        value = validation.get(name, validation.get(f"eval_{name}"))
+        best, greater = self.state.best_metric, self.args.greater_is_better
+        if value is not None and (best is None or (value > best if greater else value < best)):
+            self.state.best_metric, self.state.best_global_step = value, step
 
     def _append(self, numbers: Mapping[str, Any]) -> None:
         row = {**numbers, "epoch": self.state.epoch}

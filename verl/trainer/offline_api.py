@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from os.path import commonprefix
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from verl.config import trl_arguments
 from verl.config.load import from_dict
 from verl.config.parallelism import world_size
+from verl.config.sources import from_mapping
 from verl.data.messages import is_conversation
 from verl.errors import ConfigError
 from verl.observe.run_folder import expanded
@@ -57,8 +59,7 @@ class SFTTrainer(BaseTrainer):
         self._take(
             model, args, train_dataset, eval_dataset, processing_class, peft_config, callbacks, unknown
         )
-        given = self._train is None or not self._train.files
-        preflight(self.run_config(), given_model=self._loaded, given_data=given)
+        preflight(self.run_config(), given_model=self._loaded)
 
     def run_config(self, *, quiet: bool = False) -> OfflineConfig:
         """The full config this trainer runs with; `quiet`: without its warnings."""
@@ -72,6 +73,12 @@ class SFTTrainer(BaseTrainer):
     def _columns(self) -> dict[str, Any]:
         """Keys that name columns which TRL calls otherwise."""
         columns = {} if self._train is None else self._train.first
+        known = {"prompt", "messages", "completion"} & set(columns)
+        if "text" in columns and not known and "data" not in from_mapping(self.args.overrides):
+            raise ConfigError(
+                "SFTTrainer: rows of plain text are not available, as the loss is on answers alone; give rows with "
+                "prompt and completion, or messages"
+            )
         other = "completion" in columns and not {"response", "messages"} & set(columns)
         return {"data.response_key": "completion"} if other else {}
 
@@ -110,8 +117,8 @@ class SFTTrainer(BaseTrainer):
 
 
 class DPOTrainer(SFTTrainer):
-    """Preference training on rows with `prompt`, `chosen` and `rejected`; the loss is `loss_type` of a `DPOConfig`. The
-    reference is the model as it is given. Arguments are those of `SFTTrainer`."""
+    """Preference training on rows with `chosen`, `rejected` and, unless both begin with it, `prompt`; the loss is
+    `loss_type` of a `DPOConfig`. The reference is the model as it is given. Arguments are those of `SFTTrainer`."""
 
     arguments: ClassVar[type[trl_arguments.TrainingArguments]] = trl_arguments.DPOConfig
 
@@ -128,7 +135,13 @@ class DPOTrainer(SFTTrainer):
         return {}
 
     def _row(self, row: dict[str, Any]) -> dict[str, Any]:
-        return row
+        """What two texts without a prompt begin with is the prompt; a space before an answer belongs to the answer."""
+        chosen, rejected = row.get("chosen"), row.get("rejected")
+        if "prompt" in row or not (isinstance(chosen, str) and isinstance(rejected, str)):
+            return row
+        prompt = commonprefix([chosen, rejected]).removesuffix(" ")  # noqa: RUF071 - of texts
+        start = len(prompt)
+        return {**row, "prompt": prompt, "chosen": chosen[start:], "rejected": rejected[start:]}
 
 
 class RewardTrainer(DPOTrainer):

@@ -81,7 +81,12 @@ def _absent_files(cfg: PPOConfig | OfflineConfig, given_data: bool) -> list[str]
         named["data.train_files"] = cfg.data.train_files
     if isinstance(cfg, PPOConfig):
         named |= {f"data.mixture[{i}].files": each.files for i, each in enumerate(cfg.data.mixture)}
-    lines = [absent(entry, key) for key, entries in sorted(named.items()) for entry in entries]
+    lines = [
+        absent(entry, key)
+        for key, entries in sorted(named.items())
+        for entry in entries
+        if entry != GIVEN_ROWS
+    ]
     return [line for line in lines if line]
 
 
