@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from verl import missing_names
+
 __version__ = "0.2.0"
 
 _HOMES = {
@@ -61,3 +63,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+missing_names.install()

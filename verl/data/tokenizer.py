@@ -25,9 +25,11 @@ def load_tokenizer(
     chat_template: str | Path | None = None,
     *,
     key: str = "actor_rollout_ref.model.path",
+    pad: bool = True,
+    **options: Any,
 ) -> Tokenizer:
     """The tokenizer of a model folder or hub id, with a padding token, and with the template file if one is given.
-    `key` is the setting named in errors."""
+    `key` is the setting named in errors, `options` are transformers'."""
     text = str(path)
     folder = Path(text).expanduser()
     if folder.is_dir():
@@ -43,7 +45,7 @@ def load_tokenizer(
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(text, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(text, trust_remote_code=trust_remote_code, **options)
     except Exception as error:  # damaged files raise anything, also the Rust library's own Exception
         why = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
         todo = f"Download its files again, or set {key} to another folder."
@@ -52,10 +54,11 @@ def load_tokenizer(
             todo += " it."
         elif "trust_remote_code" in str(error) and not trust_remote_code:
             todo = (
-                f"If you trust the code that comes with it: {key.rpartition('.')[0]}.trust_remote_code=True."
+                f"If you trust the code that comes with it: "
+                f"{''.join(key.rpartition('.')[:2])}trust_remote_code=True."
             )
         raise ModelError(f"{key}: no tokenizer could be loaded from '{text}': {why}. {todo}") from error
-    if tokenizer.pad_token_id is None:
+    if pad and tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
             raise ModelError(
                 f"The tokenizer of '{text}' has neither a padding nor an end-of-sequence token; "

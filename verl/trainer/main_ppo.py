@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.errors import RESUME
+from verl.missing_names import explain
 from verl.runtime import (
     STOPPED,
     StopRequest,
@@ -140,6 +141,8 @@ def run_once(
         early = loop.step_number < parts.total_steps and not cfg.trainer.val_only
         return RunResult(parts.folder.path, metrics, loop.step_number, stopped=stop.asked and early)
 
+
+__getattr__ = explain(__name__)
 
 if __name__ == "__main__":
     sys.exit(main())

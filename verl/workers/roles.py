@@ -14,6 +14,7 @@ from verl.config.roles import ACTOR, Role, refreshed
 from verl.data.assemble import assemble_rollouts
 from verl.data.proto import DataProto, object_column
 from verl.errors import ModelError
+from verl.missing_names import explain
 from verl.observe.metrics import Metric
 from verl.rollout.base import GenerationSettings, Response, SamplingParams
 
@@ -385,3 +386,6 @@ def rollouts_of(prompts: DataProto, samples: Sequence[Any], n: int, pad_token_id
             "conversation": object_column(samples),
         }
     return assemble_rollouts(repeated, samples, pad_token_id)
+
+
+__getattr__ = explain(__name__)

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from verl.utils.reward_score.math_reward import compute_score, is_equiv
+from verl.utils.reward_score.math_reward import compute_score, is_equiv, last_boxed_only_string, remove_boxed
 
-__all__ = ["compute_score", "is_equiv"]
+__all__ = ["compute_score", "is_equiv", "last_boxed_only_string", "remove_boxed"]
