@@ -120,13 +120,18 @@ def _value_errors(config: AnyConfig) -> Iterator[str]:
             yield from _bound_errors(key, each)
 
 
+def known_names(key: Key) -> list[str]:
+    """Our own names of what a key chooses, and those that are registered by now."""
+    module, function = _REGISTRIES.get(key.metadata["plugin"], ("", ""))
+    registered = getattr(sys.modules[module], function)() if module in sys.modules else []
+    return list(dict.fromkeys([*key.metadata["known"], *registered]))
+
+
 def _name_errors(key: Key, value: Any) -> Iterator[str]:
     allowed, plugin = key.metadata["known"], key.metadata["plugin"]
     if allowed is None or value is None or value in allowed:
         return
-    module, function = _REGISTRIES.get(plugin, ("", ""))
-    registered = getattr(sys.modules[module], function)() if module in sys.modules else []
-    names = list(dict.fromkeys([*allowed, *registered]))
+    names = known_names(key)
     if value not in names:
         hint = _meant(key, str(value).lower().replace("-", "_"), names)
         own = " Your own are registered in a module named in trainer.plugins" if plugin else ""
