@@ -72,7 +72,7 @@ def test_a_second_function_of_one_name_and_an_unknown_name_are_value_errors(
 
 @pytest.mark.usefixtures("own_methods")
 def test_members_of_an_enum_are_names() -> None:
-    class Mine(str, Enum):
+    class Mine(str, Enum):  # noqa: UP042 - verl's own form
         HALF = "half"
 
     @core_algos.register_adv_est(Mine.HALF)

@@ -50,6 +50,7 @@ _REGISTRIES = {
     "tracker": ("verl.observe.trackers", "registered_trackers"),
 }
 
+_MANAGER_SOURCE = "reward.reward_manager.source"
 _OTHER_VALUES = {
     "ppo": "gae",
     "reinforce": "reinforce_plus_plus",
@@ -115,6 +116,8 @@ def _value_errors(config: AnyConfig) -> Iterator[str]:
         value = get(config, key.name)
         if key.required and not value and not (no_files and key.name == "data.train_files"):
             yield f"'{key.name}' is required: {key.doc}. Give it as {key.name}=..."
+        if key.name == "reward.reward_manager.name" and get(config, _MANAGER_SOURCE) == "importlib":
+            continue  # the name of a class
         for each in value if isinstance(value, list) else [value]:
             yield from _name_errors(key, each)
             yield from _bound_errors(key, each)

@@ -45,7 +45,7 @@ from verl.config.sources import (
     take_path,
 )
 from verl.errors import CommandAnswered, ConfigError
-from verl.user_code import import_path, is_file
+from verl.user_code import import_path, is_file, without_scheme
 
 log = logging.getLogger(__name__)
 
@@ -276,7 +276,7 @@ def _import_registering_reward(values: Mapping[str, Any]) -> None:
     keys = schema_keys(PPOConfig)
     named = [(keys[name], get_path(values, name)) for name in _REGISTERED_BY_REWARDS]
     if path and any(value is not None and value not in known_names(key) for key, value in named):
-        file, _, name = str(path).rpartition(":")
+        file, _, name = without_scheme(str(path)).rpartition(":")
         import_path(file or name, None, "reward.custom_reward_function.path", ConfigError)
 
 

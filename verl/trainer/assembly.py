@@ -136,6 +136,7 @@ def open_rewards(
         reward_model_factory=partial(build_reward_model, cfg),
     )
 
+        config=cfg,
 
 def build_loop(
     cfg: PPOConfig, parts: RunParts, *, model: nn.Module | None = None, live: bool = False
