@@ -26,6 +26,10 @@ class ConfigError(VerlError):
     """A key or a combination of keys that cannot work."""
 
 
+class MethodError(ConfigError, ValueError):
+    """An estimator or a loss that is not known, or a second one of the same name."""
+
+
 class DataError(VerlError):
     """A file, column or row that cannot be used."""
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from verl.errors import VerlError
 
+_FILE_MODULE = "verl_user_"
 _HERE = os.path.join(os.path.dirname(__file__), "")
 
 
@@ -26,6 +27,7 @@ def import_path(
 
     `what` is what the caller looks for there, for messages."""
     check_path(path, key, error, what)
+    path = without_scheme(path)
     try:
         if is_file(path):
             return _import_file(Path(path).expanduser().resolve()), name
@@ -41,6 +43,7 @@ def import_path(
 
 def check_path(path: str, key: str, error: type[VerlError], what: str = "function") -> None:
     """Raise for a missing file, without importing anything."""
+    path = without_scheme(path)
     full = Path(path).expanduser()
     package = importlib.util.find_spec(path) if full.is_dir() and path.isidentifier() else None
     if full.is_dir() and (package is None or package.origin is None):
@@ -53,10 +56,21 @@ def check_path(path: str, key: str, error: type[VerlError], what: str = "functio
     raise error(f"{key}={path} {problem}. Python files in {folder}: {', '.join(names) or 'none'}.")
 
 
+def without_scheme(path: str) -> str:
+    """verl marks modules with pkg:// and files with file://."""
+    return path.removeprefix("pkg://").removeprefix("file://")
+
+
 def make_importable(folder: Path) -> None:
     """Search modules in `folder` as well, after everything else."""
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
+
+
+def importable_path(target: Any) -> str:
+    """Of what a user's module or file defines: the path by which another process imports it."""
+    module = str(target.__module__)
+    return str(sys.modules[module].__file__) if module.startswith(_FILE_MODULE) else module
 
 
 def is_file(path: str) -> bool:
@@ -82,7 +96,7 @@ def error_line(error: BaseException) -> str:
 
 
 def _import_file(path: Path) -> ModuleType:
-    name = f"verl_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    name = f"{_FILE_MODULE}{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
     make_importable(path.parent)  # so that the file can import its neighbours, as when run as a script

@@ -50,6 +50,7 @@ _REGISTRIES = {
     "tracker": ("verl.observe.trackers", "registered_trackers"),
 }
 
+_MANAGER_SOURCE = "reward.reward_manager.source"
 _OTHER_VALUES = {
     "ppo": "gae",
     "reinforce": "reinforce_plus_plus",
@@ -115,18 +116,25 @@ def _value_errors(config: AnyConfig) -> Iterator[str]:
         value = get(config, key.name)
         if key.required and not value and not (no_files and key.name == "data.train_files"):
             yield f"'{key.name}' is required: {key.doc}. Give it as {key.name}=..."
+        if key.name == "reward.reward_manager.name" and get(config, _MANAGER_SOURCE) == "importlib":
+            continue  # the name of a class
         for each in value if isinstance(value, list) else [value]:
             yield from _name_errors(key, each)
             yield from _bound_errors(key, each)
+
+
+def known_names(key: Key) -> list[str]:
+    """Our own names of what a key chooses, and those that are registered by now."""
+    module, function = _REGISTRIES.get(key.metadata["plugin"], ("", ""))
+    registered = getattr(sys.modules[module], function)() if module in sys.modules else []
+    return list(dict.fromkeys([*key.metadata["known"], *registered]))
 
 
 def _name_errors(key: Key, value: Any) -> Iterator[str]:
     allowed, plugin = key.metadata["known"], key.metadata["plugin"]
     if allowed is None or value is None or value in allowed:
         return
-    module, function = _REGISTRIES.get(plugin, ("", ""))
-    registered = getattr(sys.modules[module], function)() if module in sys.modules else []
-    names = list(dict.fromkeys([*allowed, *registered]))
+    names = known_names(key)
     if value not in names:
         hint = _meant(key, str(value).lower().replace("-", "_"), names)
         own = " Your own are registered in a module named in trainer.plugins" if plugin else ""

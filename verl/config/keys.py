@@ -114,6 +114,23 @@ class Section:
         return getattr(self, name, default)
 
 
+class ConfigView(dict[str, Any]):
+    """A config as plug-ins written for verl read it: what it holds is an attribute, `config[name]` and `get(name)`."""
+
+    @classmethod
+    def of(cls, config: Any) -> Any:
+        """Of a config, a section, or values that hold some."""
+        values = to_dict(config)
+        if isinstance(values, Mapping):
+            return cls({name: cls.of(value) for name, value in values.items()})
+        return [cls.of(value) for value in values] if isinstance(values, list) else values
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self:
+            raise AttributeError(f"the config has no {name!r}; it has {', '.join(self)}")
+        return self[name]
+
+
 @dataclass(frozen=True)
 class Key:
     """One key of the schema by its full name, e.g. `actor_rollout_ref.actor.clip_ratio`."""

@@ -26,8 +26,9 @@ from verl.config.aliases import (
     resolve_aliases,
 )
 from verl.config.build import Builder, finalize, restore_sections
-from verl.config.checks import check
+from verl.config.checks import check, known_names
 from verl.config.keys import MASK, did_you_mean, get, mask_values, masked_keys, schema_keys, to_dict
+from verl.config.methods import ADV_ESTIMATOR, POLICY_LOSS
 from verl.config.plan import RunPlan
 from verl.config.recipes import Recipe, help_text, recipe_for
 from verl.config.schema import AnyConfig, OfflineConfig, PPOConfig, SFTConfig
@@ -44,7 +45,7 @@ from verl.config.sources import (
     take_path,
 )
 from verl.errors import CommandAnswered, ConfigError
-from verl.user_code import import_path, is_file
+from verl.user_code import import_path, is_file, without_scheme
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ _PLUGIN_KEYS = (
 )  # fmt: skip
 
 
+_REGISTERED_BY_REWARDS = (ADV_ESTIMATOR, POLICY_LOSS, "reward.reward_manager.name")
 # What --help reads of a command line.
 _HELP_READS = re.compile(r"\+{0,2}(recipe|trainer\.plugins)=")
 _VARIABLE = re.compile(r"\$\{oc\.env:([^,}]+)")
@@ -265,6 +267,18 @@ def import_plugins(values: Mapping[str, Any]) -> None:
                 raise ConfigError(
                     f"cannot import '{module}' ({key}): {error}. Is it on PYTHONPATH?"
                 ) from error
+    _import_registering_reward(values)
+
+
+def _import_registering_reward(values: Mapping[str, Any]) -> None:
+    """Import the file of the reward function in this process too, where a config names an estimator, a loss or a
+    reward manager that nothing else registered: that file may. Other reward files are imported by workers only."""
+    path = get_path(values, "reward.custom_reward_function.path")
+    keys = schema_keys(PPOConfig)
+    named = [(keys[name], get_path(values, name)) for name in _REGISTERED_BY_REWARDS]
+    if path and any(value is not None and value not in known_names(key) for key, value in named):
+        file, _, name = without_scheme(str(path)).rpartition(":")
+        import_path(file or name, None, "reward.custom_reward_function.path", ConfigError)
 
 
 def import_plugins_of(config: AnyConfig) -> None:

@@ -11,12 +11,13 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
+from enum import Enum
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 
-from verl.errors import ConfigError
+from verl.errors import ConfigError, MethodError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,6 +41,8 @@ ADV_ESTIMATOR = "algorithm.adv_estimator"
 POLICY_LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
 PREFERENCE_LOSS = "algorithm.loss"  # of `verl dpo`
 _CORRECTION = "correction"  # each has a switch of its own
+# Of an estimator that declares nothing: columns a role or a greedy response must provide.
+_ASKED_BY_NAME = ("values", "reward_baselines", "ref_log_prob")
 # The modules with ours, in the order of the names in --help and in the reference.
 _BUILTIN = (
     "verl.algorithms.advantages",
@@ -86,7 +89,7 @@ class Method:
 
     @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
-        return inspect.signature(self.function).parameters
+        return _parameters(self.function)
 
     def __call__(self, **available: Any) -> Any:
         """Call the function with those of `available` it has parameters for."""
@@ -123,12 +126,16 @@ _sections: dict[str, type] = {}
 
 
 def _register(table: str, name: str, declared: MethodOptions, **more: Any) -> Callable[[F], F]:
+    name = _text(name)
     key = name if table == _CORRECTION else table
 
     def decorate(fn: F) -> F:
+        if table == ADV_ESTIMATOR and "needs" not in declared:
+            required = [each.name for each in _parameters(fn).values() if each.default is each.empty]
+            more["needs"] = ("old_log_probs", *(name for name in _ASKED_BY_NAME if name in required))
         method, known = Method(name, key, fn, **declared, **more), _tables[table].get(name)
         if known is not None and _place(known.function) != _place(fn):
-            raise ConfigError(
+            raise MethodError(
                 f"{key}={name!r} is registered already, by {_place(known.function)}; rename {_place(fn)}"
             )
         _tables[table][name] = method
@@ -137,6 +144,15 @@ def _register(table: str, name: str, declared: MethodOptions, **more: Any) -> Ca
         return fn
 
     return decorate
+
+
+def _text(name: str) -> str:
+    """Also of a member of an enum, as `AdvantageEstimator.GRPO`."""
+    return str(name.value if isinstance(name, Enum) else name)
+
+
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(function).parameters
 
 
 def _place(function: Callable[..., Any]) -> str:
@@ -155,14 +171,14 @@ def register_adv_est(name: str, **declared: Unpack[MethodOptions]) -> Callable[[
 
     - `needs`: columns of the batch: `values` (the run then trains a critic), `ref_log_prob` (it then has a reference
       policy), `old_log_probs`, `sum_pi_squared`, `process_rewards`, `reward_baselines` (the score of a greedy response
-      to each prompt), or a column of the data that holds numbers. Default: `old_log_probs`.
+      to each prompt), or a column of the data that holds numbers. Default: `old_log_probs`, and of `values`,
+      `reward_baselines` and `ref_log_prob` those that are parameters without a default.
     - `reads`: keys of `algorithm` that only some estimators read; default: any.
     - `compares_responses`: `rollout.n=1` is refused.
     - `config`: dataclass of the section `algorithm.<name>`.
     - `check`, `advice`: functions of the whole config; a line for each reason why it cannot run, and for each setting
       that rarely does what was meant.
     """
-    declared.setdefault("needs", ("old_log_probs",))
     return _register(ADV_ESTIMATOR, name, declared)
 
 
@@ -233,13 +249,51 @@ def find_method(table: str, name: str) -> Method | None:
     return next((method for method in methods(table) if method.name == name), None)
 
 
+class MethodFunctions(MutableMapping[str, Callable[..., Any]]):
+    """The functions one key can name, by name. What is taken out and put back keeps what was declared of it."""
+
+    def __init__(self, table: str) -> None:
+        self.table = table
+        self._removed: dict[str, Method] = {}
+
+    def _find(self, name: str) -> Method:
+        method = find_method(self.table, _text(name))
+        if method is None:
+            raise KeyError(name)
+        return method
+
+    def __getitem__(self, name: str) -> Callable[..., Any]:
+        return self._find(name).function
+
+    def __setitem__(self, name: str, function: Callable[..., Any]) -> None:
+        removed = self._removed.get(_text(name))
+        if removed is not None and removed.function is function:
+            _tables[self.table][removed.name] = removed
+        else:
+            _register(self.table, name, {})(function)
+
+    def __delitem__(self, name: str) -> None:
+        method = self._find(name)
+        self._removed[method.name] = _tables[self.table].pop(method.name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([method.name for method in methods(self.table)])
+
+    def __len__(self) -> int:
+        return len(methods(self.table))
+
+    def copy(self) -> dict[str, Callable[..., Any]]:
+        return dict(self)
+
+
 def _method(table: str, name: str) -> Method:
+    name = _text(name)
     method = find_method(table, name)
     if method is None:
         names = sorted(_tables[table])
         near = difflib.get_close_matches(name, names, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(
+        raise MethodError(
             f"{table}={name!r} is unknown; allowed: {', '.join(names)}, or what a module in trainer.plugins "
             f"registers.{hint}"
         )

@@ -73,6 +73,9 @@ class _File:
 class Rows(Sequence[dict[str, Any]]):
     """Rows of one or several files, by number, as dictionaries."""
 
+    read_late = False
+    """Whether a row may be read only when it is drawn."""
+
     def __init__(self, files: Sequence[_File]) -> None:
         self._files = list(files)
         *self._starts, self._total = itertools.accumulate(map(len, self._files), initial=0)

@@ -7,6 +7,7 @@ tokenizers encode outside the GIL.
 
 from __future__ import annotations
 
+import copy
 import logging
 import zlib
 from collections import Counter, deque
@@ -212,13 +213,26 @@ class Loader:
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
+    def update(self, batch: DataProto) -> None:
+        """A batch is trained: a user's dataset may want to know."""
+        own: Any = getattr(self.dataset, "own", None)
+        if hasattr(own, "on_batch_end"):
+            own.on_batch_end(batch=batch)
+
+    def _stateful(self) -> Any:
+        """A user's dataset that has a state."""
+        own: Any = getattr(self.dataset, "own", None)
+        return own if hasattr(own, "state_dict") and hasattr(own, "load_state_dict") else None
+
     def restart(self) -> None:
         """Back to the first row of the first epoch, with the names its draws had then."""
         self.epoch, self.position = 0, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the next batch starts; plain values only."""
+        """Where the next batch starts; plain values only, besides the state of a user's dataset."""
+        own = self._stateful()
         return {
+            **({} if own is None else {"dataset": copy.deepcopy(own.state_dict())}),
             "epoch": self.epoch,
             "position": self.position,
             "rows": len(self.dataset),
@@ -239,6 +253,8 @@ class Loader:
         if not 0 <= epoch < 1 << 31 or not 0 <= position <= len(self._order):
             raise CheckpointError(f"The saved loader position is outside the data: {state!r}.")
         self.epoch, self.position = epoch, position
+        if "dataset" in state and (own := self._stateful()) is not None:
+            own.load_state_dict(state["dataset"])
         if position and state.get("order", "") != self._order.fingerprint(epoch):
             logger.warning(
                 "epoch %d has another order than when its position was saved (data.seed, data.shuffle, data.mixture or "

@@ -57,6 +57,8 @@ class RLDataset(SectionRows):
         super().__init__(config, files, tokenizer, training, tools=shown, files_key=files_key)
         self._tools_of = tools if callable(tools) else None
         self.config = config
+        self.own: Any = getattr(self.rows, "dataset", None)
+        """A user's dataset, whose items are the rows (`data.custom_cls`)."""
         require_column(self.rows, config.prompt_key, "data.prompt_key", "prompt", self.files_key)
         self._answers: AnswerColumn | None = None
         if answers:
@@ -72,7 +74,7 @@ class RLDataset(SectionRows):
     def _fitting(self, chosen: np.ndarray) -> np.ndarray:
         """The rows whose prompts may be used; refuses too long ones, or drops them, as the settings say."""
         config = self.config
-        if not config.filter_overlong_prompts and config.truncation != "error":
+        if self.rows.read_late or (not config.filter_overlong_prompts and config.truncation != "error"):
             return chosen
         lengths = prompt_lengths(
             self.rows, chosen, config.prompt_key, self._chat, config.cache_dir, self._tools_of
@@ -164,7 +166,9 @@ class RLDataset(SectionRows):
         return values
 
     def data_sources(self) -> list[str]:
-        """Every `data_source` among the usable rows, sorted; "" if a row has none."""
+        """Every `data_source` among the usable rows, sorted; "" if a row has none. None of rows that are read late."""
+        if self.rows.read_late:
+            return []
         sources = list(self.rows.column("data_source"))
         kept = (sources[number] for number in self.kept.tolist())
         return sorted({"" if source is None else str(source) for source in kept})
@@ -183,10 +187,14 @@ def training_loader(
 
     `fit` is called with the rows per epoch before the size of a batch is read from `config`; `answers` as in
     `RLDataset`."""
+    files_key = None if rows is None else "train()"
+    if rows is None and (rows := _own_rows(config, tokenizer, training=True)) is not None and answers:
+        raise DataError(
+            "data.custom_cls: answers of the data (spin) are read from files, not from a dataset."
+        )
     if config.dataloader_num_workers:
         # Calls with padding change a tokenizer while they last; the threads use a copy that nothing else calls.
         tokenizer = copy.deepcopy(tokenizer)
-    files_key = None if rows is None else "train()"
     mixture: list[tuple[str, float, int, int]] = []
     if rows is None:
         mixture, rows = mixture_rows(config)
@@ -202,8 +210,16 @@ def training_loader(
     order = EpochOrder(
         len(dataset), seed=config.seed, shuffle=config.shuffle, difficulty=difficulty, mixture=parts
     )
+    build = None
+    if config.sampler.class_path:
+        from verl.data.samplers import SampledLoader, sampler_builder
+
+        build = sampler_builder(config, dataset if dataset.own is None else dataset.own)
+        order = EpochOrder(len(build()), shuffle=False)
     if fit is not None:
         fit(len(order))
+    if build is not None:
+        return SampledLoader(dataset, config.train_batch_size, build)
     left_out = len(order) % config.train_batch_size
     if 0 < left_out < len(order):
         logger.info(
@@ -213,7 +229,8 @@ def training_loader(
             config.train_batch_size,
             "others in each" if config.shuffle and difficulty is None else "its last ones, always the same",
         )
-    return Loader(dataset, config.train_batch_size, order=order, num_workers=config.dataloader_num_workers)
+    workers = 0 if dataset.own is not None else config.dataloader_num_workers
+    return Loader(dataset, config.train_batch_size, order=order, num_workers=workers)
 
 
 def validation_loader(
@@ -222,8 +239,19 @@ def validation_loader(
     """All validation prompts in file order as one batch, or None without val_files."""
     if not config.val_files:
         return None
-    dataset = RLDataset(config, config.val_files, tokenizer, training=False, tools=tools)
-    return Loader(dataset, len(dataset), drop_last=False, num_workers=config.dataloader_num_workers)
+    rows = _own_rows(config, tokenizer, training=False)
+    dataset = RLDataset(config, rows or config.val_files, tokenizer, training=False, tools=tools)
+    workers = 0 if dataset.own is not None else config.dataloader_num_workers
+    return Loader(dataset, len(dataset), drop_last=False, num_workers=workers)
+
+
+def _own_rows(config: DataConfig, tokenizer: Tokenizer, *, training: bool) -> Rows | None:
+    """The items of the dataset that `data.custom_cls` names."""
+    if not config.custom_cls.path:
+        return None
+    from verl.data.own_dataset import own_rows
+
+    return own_rows(config, tokenizer, training=training)
 
 
 def mixture_rows(config: DataConfig) -> tuple[list[tuple[str, float, int, int]], Rows | None]:

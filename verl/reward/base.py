@@ -39,6 +39,11 @@ class RewardSample:
     """With several turns: each as {role, content, tool_calls, reward}; None otherwise."""
     tool_calls: list[dict[str, Any]] | None = None
     """With several turns: each call as {name, arguments, result, failure}; None otherwise."""
+    uid: str = ""
+    """Of its prompt."""
+    prompt_ids: list[int] | None = None
+    response_ids: list[int] | None = None
+    """Where the manager `reads_tokens`; with several turns those of tools included."""
     label: str = ""
     """Its row in messages, such as `3, response 1`; default: `index`."""
 
@@ -54,10 +59,15 @@ class RewardResult:
     score: float | None
     extra: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
+    token_scores: list[float] | None = None
+    """Where rewards are of single tokens: what each of the response gets. The last gets the rest of the score."""
 
 
 class RewardManager(ABC):
     """Scores samples: `submit` takes each as it finishes, `collect` returns exactly one result for each of them."""
+
+    reads_tokens = False
+    """Whether samples must have the tokens of prompt and response."""
 
     @abstractmethod
     def submit(self, sample: RewardSample) -> None:

@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
+from verl.config.keys import ConfigView
 from verl.errors import RewardError
 from verl.reward.base import RewardSample
 from verl.reward.scorers import get_scorer, returns_details
-from verl.user_code import attribute, check_path, import_path
+from verl.user_code import attribute, check_path, import_path, without_scheme
 
 DEFAULT_NAMES = ("compute_score", "compute_reward")
 SCORERS = "<scorers>"
@@ -62,6 +63,22 @@ _KEYWORD_BATCH = ("prompts", "ground_truth", "data_source", "extra_info")
 
 
 @dataclass(frozen=True)
+class ManagerArguments:
+    """What a reward manager written for verl is built with."""
+
+    tokenizer: Any
+    config: ConfigView
+    function: FunctionSpec | None
+    """The reward function; None: the scorers of the data sources."""
+    max_response_length: int
+
+    @property
+    def kwargs(self) -> Mapping[str, Any]:
+        kwargs: Mapping[str, Any] = self.config.reward.reward_manager.reward_kwargs
+        return kwargs
+
+
+@dataclass(frozen=True)
 class FunctionSpec:
     """Where a function is, its `reward_kwargs` and its weight: plain data, from which a worker process imports it."""
 
@@ -72,6 +89,8 @@ class FunctionSpec:
     label: str = ""
     key: str = "reward.custom_reward_function"
     """The config key to name in errors."""
+    manager: ManagerArguments | None = None
+    """Where it is the class of a reward manager."""
 
     @property
     def is_scorers(self) -> bool:
@@ -109,13 +128,14 @@ def spec_of(function: Callable[..., Any], **fields: Any) -> FunctionSpec | None:
 
 def _split_path(spec: FunctionSpec) -> tuple[str, str | None]:
     """The file or module, and the function's name where one is given."""
-    path, colon, inline = spec.path.strip().rpartition(":")
-    if not spec.path.strip():
+    given = without_scheme(spec.path.strip())
+    path, colon, inline = given.rpartition(":")
+    if not given:
         raise RewardError(
             f"{spec.key}.path is empty; it takes a file, 'pkg.module' or 'pkg.module:function'."
         )
     if not colon:
-        return spec.path.strip(), spec.name
+        return given, spec.name
     if spec.name not in (None, DEFAULT_NAMES[0], inline):  # the schema's default name was not asked for
         raise RewardError(
             f"{spec.key}.path={spec.path!r} and {spec.key}.name={spec.name!r} name two functions; keep one."
@@ -313,15 +333,6 @@ class ScorerFunction(RewardFunction):
                 f"{key}.reward_kwargs has {_quoted(surplus)}, which none of the scorers of "
                 f"{_quoted(sorted(set(data_sources)))} takes."
             )
-
-
-def load(spec: FunctionSpec) -> RewardFunction:
-    """Import the function of a spec."""
-    if spec.is_scorers:
-        return ScorerFunction(spec.kwargs)
-    function = load_function(spec)
-    name = getattr(function, "__qualname__", None) or spec.describe()
-    return RewardFunction(function, spec.kwargs, f"{name} ({spec.path.rpartition(':')[0] or spec.path})")
 
 
 def _quoted(names: Collection[str]) -> str:

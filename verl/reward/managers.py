@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from verl.config.keys import ConfigView
 from verl.config.sections.reward import REWARD_MANAGERS, RewardConfig
 from verl.errors import ConfigError, RewardError
 from verl.processes import usable_cores
@@ -21,14 +22,15 @@ from verl.reward.functions import (
     DEFAULT_NAMES,
     SCORERS,
     FunctionSpec,
+    ManagerArguments,
     RewardFunction,
     check_file,
-    load,
     spec_of,
 )
 from verl.reward.pool import WorkerPool
 from verl.reward.scorers import registered_scorers
-from verl.reward.scoring import FunctionRewardManager, InProcessBackend, RewardTerm
+from verl.reward.scoring import FunctionRewardManager, InProcessBackend, RewardTerm, load
+from verl.user_code import importable_path
 
 _log = logging.getLogger(__name__)
 
@@ -36,6 +38,8 @@ ManagerFactory = Callable[..., RewardManager]
 RewardModelFactory = Callable[[], Backend]
 """Starts the reward model on separate GPUs."""
 FACTORIES: dict[str, ManagerFactory] = {}
+CLASSES: dict[str, type] = {}
+"""Written for verl (`verl.reward.manager_classes.register`)."""
 
 
 def register_reward_manager(name: str) -> Callable[[ManagerFactory], ManagerFactory]:
@@ -87,7 +91,7 @@ def require_streaming(manager: RewardManager, mode: str) -> None:
 
 
 def known_reward_managers() -> list[str]:
-    return sorted(FACTORIES)
+    return sorted({*FACTORIES, *CLASSES})
 
 
 def build_reward_manager(
@@ -97,19 +101,24 @@ def build_reward_manager(
     tokenizer: Any = None,
     function: Any = None,
     reward_model_factory: RewardModelFactory | None = None,
+    config: Any = None,
 ) -> RewardManager:
     """The manager the config names. `function`, a callable, or a list of them or of pairs of one and its weight,
-    replaces the config's functions.
+    replaces the config's functions. `config`: the whole one, which managers written for verl read.
     `reward_model_factory` starts a reward model on separate GPUs; only where `reward.reward_model.n_gpus_per_node`
     is set is it passed on and called."""
     name = reward_cfg.reward_manager.name
-    if name not in FACTORIES:
+    extra: dict[str, Any] = {}
+    if reward_cfg.reward_manager.source == "importlib" or name in CLASSES:
+        factory: ManagerFactory = of_class
+        extra["config"] = config
+    elif name in FACTORIES:
+        factory = FACTORIES[name]
+    else:
         raise RewardError(
-            f"reward.reward_manager.name is {name!r}; known: {', '.join(sorted(FACTORIES))}. "
+            f"reward.reward_manager.name is {name!r}; known: {', '.join(known_reward_managers())}. "
             f"Add your own with register_reward_manager({name!r})."
         )
-    factory = FACTORIES[name]
-    extra: dict[str, Any] = {}
     gpus = reward_cfg.reward_model.n_gpus_per_node
     if reward_cfg.reward_model.enable and gpus:
         parameters = inspect.signature(factory).parameters.values()
@@ -169,6 +178,44 @@ def batch(reward_cfg: RewardConfig, **arguments: Any) -> FunctionRewardManager:
     return manager
 
 
+def of_class(
+    reward_cfg: RewardConfig, *, config: Any, tokenizer: Any, function: Any = None, **arguments: Any
+) -> FunctionRewardManager:
+    """A class written for verl, which calls the reward function itself."""
+    manager, custom = reward_cfg.reward_manager, reward_cfg.custom_reward_function
+    if tokenizer is None:
+        raise RewardError(
+            f"reward.reward_manager.name={manager.name} is a class that reads tokens, but there is no tokenizer here; "
+            "try its reward function alone, with reward.reward_manager.name=naive."
+        )
+    if reward_cfg.functions:
+        raise RewardError(
+            f"reward.reward_manager.name={manager.name} is a class that calls one function: give "
+            "reward.custom_reward_function.path instead of reward.functions."
+        )
+    called = None
+    if function is not None:
+        called = spec_of(function, kwargs=dict(custom.reward_kwargs))
+        if called is None:
+            raise RewardError(
+                f"reward.reward_manager.name={manager.name} calls the reward function in another process, which cannot "
+                "import it: define it in a file (not the script itself), not as a closure or lambda."
+            )
+    elif custom.path:
+        called = FunctionSpec(custom.path, custom.name, dict(custom.reward_kwargs))
+        check_file(called)
+    given = ManagerArguments(
+        tokenizer, ConfigView.of(config or {"reward": reward_cfg}), called, arguments["max_response_length"]
+    )
+    path, name = str(manager.module.path), manager.name
+    if manager.source != "importlib":
+        known = CLASSES[name]
+        path, name = importable_path(known), known.__qualname__
+    spec = FunctionSpec(path, name, label=name, key="reward.reward_manager.module", manager=given)
+    check_file(spec)
+    return _build(reward_cfg, workers=reward_cfg.num_workers or 1, function=None, manager=spec, **arguments)
+
+
 @register_reward_manager("none")
 def none(reward_cfg: RewardConfig, *, function: Any = None, **_: Any) -> NoRewards:
     """Every response scores 0."""
@@ -188,13 +235,14 @@ def _build(
     max_response_length: int,
     tokenizer: Any = None,
     reward_model_factory: RewardModelFactory | None = None,
+    manager: FunctionSpec | None = None,
 ) -> FunctionRewardManager:
     sandbox.configure(cfg)
     several = isinstance(function, Sequence) and not isinstance(function, str)
     given = list(function) if several else [] if function is None else [function]
     weighted = [each if isinstance(each, tuple) else (each, 1.0) for each in given]
     objects = [each for each, _ in weighted]
-    specs = _specs_of_objects(weighted, cfg) if objects else _specs_of_config(cfg)
+    specs = _specs_of_objects(weighted, cfg) if objects else [manager] if manager else _specs_of_config(cfg)
     terms: list[RewardTerm] = []
     try:
         terms += _function_terms(specs, objects, cfg, workers)
@@ -211,7 +259,8 @@ def _build(
         for number, term in enumerate(terms):
             if earlier := labels[:number].count(term.label):
                 term.label += f"_{earlier + 1}"
-        overlong = cfg.overlong_buffer if cfg.overlong_buffer.enable else None
+        # A class applies the penalty itself.
+        overlong = cfg.overlong_buffer if cfg.overlong_buffer.enable and not manager else None
         return FunctionRewardManager(terms, overlong, max_response_length)
     except BaseException:
         for term in terms:

@@ -32,9 +32,9 @@ from verl.errors import RewardError
 from verl.memory import MemoryCgroup, host_memory_limit
 from verl.reward import sandbox
 from verl.reward.base import Backend, Call, RewardResult, RewardSample, answer, fail, new_call
-from verl.reward.functions import FunctionSpec, Signature, load, load_function
+from verl.reward.functions import FunctionSpec, Signature, load_function
 from verl.reward.scorers import register_scorer
-from verl.reward.scoring import FunctionExited, rows_text, score
+from verl.reward.scoring import FunctionExited, load, rows_text, score
 from verl.user_process import PythonProcess, Service
 
 _log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ def serve_functions(setup: tuple[Sequence[FunctionSpec], RewardConfig, Mapping[s
             results = await score(functions[number], samples, config.timeout_s)
         except FunctionExited as error:
             results = [RewardResult(None, error=str(error)) for _ in samples]
-        return {"id": task, "results": [[result.score, result.extra, result.error] for result in results]}
+        return {"id": task, "results": [list(vars(result).values()) for result in results]}
 
     signatures = [function.signature for function in functions]
     concurrent = any(signature.is_async for signature in signatures)

@@ -29,7 +29,7 @@ from verl.reward.base import (
     answer,
     causes,
 )
-from verl.reward.functions import FunctionSpec, RewardFunction, ScorerFunction, Signature
+from verl.reward.functions import FunctionSpec, RewardFunction, ScorerFunction, Signature, load_function
 from verl.reward.scorers import check_data_sources, uses_sandbox
 from verl.user_code import error_line
 from verl.user_process import Steps
@@ -44,6 +44,20 @@ class FunctionExited(RewardError):
 
 class _OSExit(SystemExit):
     """What `os._exit` raises instead of ending the process."""
+
+
+def load(spec: FunctionSpec) -> RewardFunction:
+    """Import the function of a spec."""
+    if spec.is_scorers:
+        return ScorerFunction(spec.kwargs)
+    function = load_function(spec)
+    name = getattr(function, "__qualname__", None) or spec.describe()
+    name = f"{name} ({spec.path.rpartition(':')[0] or spec.path})"
+    if spec.manager is not None:
+        from verl.reward.manager_function import ManagerFunction
+
+        return ManagerFunction(function, spec.manager, name)
+    return RewardFunction(function, spec.kwargs, name)
 
 
 async def score(
@@ -163,9 +177,11 @@ def _without_os_exit() -> Iterator[None]:
 
 def interpret(value: Any, function: str, sample: RewardSample) -> RewardResult:
     """The result for one sample, from what `function` returned for it."""
+    tokens = None
     if isinstance(value, RewardResult):
         if value.score is None and value.error:
             return value
+        tokens = value.token_scores
         value = {**value.extra, "score": value.score}
     number, extra = value, {}
     if isinstance(value, Mapping):
@@ -181,7 +197,7 @@ def interpret(value: Any, function: str, sample: RewardSample) -> RewardResult:
             f"(response {_show(sample.response)}). Return a finite number, or a dict with it under 'score', on every "
             f"path."
         )
-    return RewardResult(score, extra)
+    return RewardResult(score, extra, token_scores=tokens)
 
 
 def interpret_batch(value: Any, function: str, samples: Sequence[RewardSample]) -> list[RewardResult]:
@@ -291,6 +307,7 @@ class FunctionRewardManager(RewardManager):
             )
         self.terms = list(terms)
         self.signatures = [term.signature for term in terms]
+        self.reads_tokens = any(term.spec is not None and term.spec.manager is not None for term in terms)
         self._backends = list(dict.fromkeys(term.backend for term in terms))
         self._overlong, self._max_response_length = overlong, max_response_length
         self._lock = threading.Lock()

@@ -100,7 +100,9 @@ def open_run(
         loaders = [train_loader, val_loader]
         if agents is not None:
             for loader in loaders:
-                agents.check_data(getattr(loader, "dataset", None))
+                dataset = getattr(loader, "dataset", None)
+                if dataset is not None and not dataset.rows.read_late:
+                    agents.check_data(dataset)
         rewards = open_rewards(cfg, tokenizer, agents, reward_function)
         stack.callback(rewards.close)
         check_rewards(rewards, loaders, several_turns=agents is not None)
@@ -134,6 +136,7 @@ def open_rewards(
         function=function,
         max_response_length=cfg.data.max_response_length,
         reward_model_factory=partial(build_reward_model, cfg),
+        config=cfg,
     )
 
 
@@ -176,8 +179,10 @@ def check_rewards(rewards: RewardManager, loaders: Sequence[Any], *, several_tur
         dataset = getattr(loader, "dataset", None)
         if dataset is None:
             continue
-        rewards.check(dataset.data_sources(), dataset.rows.column_names)
-        if hasattr(rewards, "preflight"):
+        late = dataset.rows.read_late
+        rewards.check(dataset.data_sources(), None if late else dataset.rows.column_names)
+        # A dataset with a state would be in another one after a trial.
+        if hasattr(rewards, "preflight") and not (late and hasattr(dataset.own, "state_dict")):
             names = [f"try-{number}" for number in range(min(TRIED_ROWS, len(dataset)))]
             rows = dataset.batch(range(len(names)), names)
             rewards.preflight([perfect_answer(rows, row, several_turns) for row in range(len(rows))])

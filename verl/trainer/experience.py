@@ -223,6 +223,7 @@ def submit_rewards(
             length=length,
             truncated=result.finish_reason == "length",
             conversation=conversation,
+            token_ids=result.token_ids if getattr(rewards, "reads_tokens", False) else None,
         )
         rewards.submit(sample)
     return failures
@@ -305,8 +306,10 @@ def reward_sample(
     length: int,
     truncated: bool,
     conversation: Conversation | None = None,
+    token_ids: Sequence[int] | None = None,
 ) -> RewardSample:
-    """The reward input of one response, as sample `index` (default: `row`); `prompts` has one row per response."""
+    """The reward input of one response, as sample `index` (default: `row`); `prompts` has one row per response.
+    `token_ids`: those of the response, where the manager reads them."""
     column = {name: values[row] for name, values in prompts.non_tensor_batch.items()}
     raw = column["raw_prompt"]
     told: dict[str, Any] = {"messages": list(raw) if not isinstance(raw, str) else None}
@@ -330,6 +333,9 @@ def reward_sample(
         columns=column.get("columns") or {},
         response_length=length,
         truncated=truncated,
+        uid=column.get("uid", ""),
+        prompt_ids=None if token_ids is None else list(column["prompt_ids"]),
+        response_ids=None if token_ids is None else list(token_ids),
         **told,
     )
 
@@ -349,6 +355,11 @@ def attach_scores(batch: DataProto, results: list[RewardResult]) -> DataProto:
         for turn in conversation.turns:
             if turn.reward is not None and not failed[row]:
                 token_level[row, turn.end - 1] += turn.reward
+    for row, result in enumerate(results):
+        if result.token_scores is not None and result.score is not None:
+            rewards = torch.tensor(result.token_scores)
+            token_level[row, : len(rewards)] += rewards
+            token_level[row, last[row]] -= rewards.sum()
     if failed.any():
         mask = mask.clone()
         mask[torch.from_numpy(failed)] = 0

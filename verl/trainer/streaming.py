@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.data.proto import DataProto
-from verl.errors import RewardError
+from verl.errors import ConfigError, RewardError
 from verl.observe.metrics import Timer
 from verl.reward.base import RewardResult
 from verl.reward.managers import require_streaming
@@ -66,6 +66,11 @@ class StreamingExperience(Experience):
     def __init__(self, *parts: Any, total_steps: int) -> None:
         super().__init__(*parts)
         require_streaming(self.rewards, self.cfg.trainer.async_training.mode)
+        if getattr(self.loader, "learns", False):
+            raise ConfigError(
+                "data.sampler names a sampler with `update`, which must see a step before the next one's rows are "
+                "drawn; set trainer.async_training.mode=off"
+            )
         cfg = self.cfg.trainer.async_training
         assert cfg.staleness is not None
         self.staleness = cfg.staleness

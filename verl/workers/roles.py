@@ -9,6 +9,7 @@ import torch
 
 from verl.algorithms import agg_loss, compute_value_loss, kl_penalty
 from verl.algorithms.aggregation import loss_denominators
+from verl.config.keys import Section
 from verl.config.methods import policy_loss
 from verl.config.roles import ACTOR, Role, refreshed
 from verl.data.assemble import assemble_rollouts
@@ -34,6 +35,8 @@ PREPARED = "prepared."
 """Before the names of columns that the `prepare` of a policy loss computed."""
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "ignore_eos", "raw_log_probs")
 """Keys of the rollout section that are sampling parameters as they are."""
+_NUMBERS = ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower")
+"""What a loss of verl's older form returns after the loss."""
 _COUNTS = ("dp_size", "batch_num_tokens", "global_batch_size")
 
 
@@ -46,7 +49,7 @@ def denominators(micro: DataProto, loss_scale_factor: float) -> dict[str, Any]:
     return info
 
 
-class LossConfig:
+class LossConfig(Section):
     """The actor's settings plus the denominators of the mini-batch, as policy losses expect them."""
 
     def __init__(self, section: Any, global_batch_info: dict[str, Any]) -> None:
@@ -232,7 +235,7 @@ class ActorRole(RoleWorker):
             self._gap.add(old_log_prob, tensors["rollout_log_probs"], mask, weight)
         prepared = {k.removeprefix(PREPARED): v for k, v in tensors.items() if k.startswith(PREPARED)}
         with loss_denominators(info):
-            loss, found = self.policy_loss(
+            result = self.policy_loss(
                 old_log_prob=old_log_prob,
                 log_prob=log_prob,
                 advantages=tensors["advantages"],
@@ -244,6 +247,9 @@ class ActorRole(RoleWorker):
                 **({} if out.kl is None else {"kl": out.kl}),
                 **{name: tensors[name] for name in self.policy_loss.needs if name in tensors},
             )
+        loss, found = (
+            result if len(result) == 2 else (result[0], dict(zip(_NUMBERS, result[1:], strict=True)))
+        )
         counted = token_weights(mask, weight)
         all_tokens = counted.sum()
         tokens = (counted > 0).sum()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from verl.config.keys import key, shared
+from verl.config.keys import key, section, shared
 from verl.config.methods import POLICY_LOSS, provides
 
 OUTPUT_SUFFIXES = (".parquet", ".jsonl", ".json")
@@ -86,6 +86,22 @@ class _RowsConfig(TemplateConfig):
 
 
 @dataclass
+class CustomDatasetConfig:
+    """A dataset of your own, built as verl's RLHFDataset is."""
+
+    path: str | None = key(None, "file, pkg.module or pkg://pkg.module", path=True)
+    name: str | None = key(None, "the class", used_if=".path")
+
+
+@dataclass
+class SamplerConfig:
+    """The order of training prompts from a sampler of your own."""
+
+    class_path: str | None = key(None, "file, pkg.module or pkg://pkg.module", path=True)
+    class_name: str | None = key(None, "the class", used_if=".class_path")
+
+
+@dataclass
 class DataConfig(_RowsConfig, PromptsConfig):
     """Prompts for reinforcement learning."""
 
@@ -98,13 +114,40 @@ class DataConfig(_RowsConfig, PromptsConfig):
     )
     seed: int = shared(_RowsConfig, "seed", used_if=".shuffle or .mixture")
     train_batch_size: int = key(1024, "prompts per training step; default: at most the data", ge=1)
+    dataloader_num_workers: int = shared(
+        _RowsConfig, "dataloader_num_workers", used_if=("!.custom_cls.path", "!.sampler.class_path")
+    )
     return_raw_input_ids: bool = key(False, "no effect: prompts are always kept", used_if="@never")
     mixture: list[MixtureConfig] = key([], "list of {files, weight, name}; replaces train_files")
     curriculum_key: str | None = key(None, "column with a difficulty: easiest rows come first")
+    custom_cls: CustomDatasetConfig = section(CustomDatasetConfig, "a dataset of your own")
+    sampler: SamplerConfig = section(SamplerConfig, "a sampler of your own")
 
     def errors(self, name: str) -> list[str]:
         """What is wrong within the section called `name`."""
+        order = [each for each in ("mixture", "curriculum_key") if getattr(self, each)]
+        classes = (
+            ("custom_cls.path", self.custom_cls.path, "custom_cls.name", self.custom_cls.name),
+            ("sampler.class_path", self.sampler.class_path, "sampler.class_name", self.sampler.class_name),
+        )
+        given = [each for each in classes if each[1]]
         return [
+            *(
+                f"'{name}.{path}' is set; it needs '{name}.{kind}'"
+                for path, _, kind, value in given
+                if not value
+            ),
+            *(
+                f"'{name}.{path}' and '{name}.{order[0]}' both choose prompts; keep one"
+                for path, *_ in given
+                if order
+            ),
+            *(
+                f"'{name}.{kind}' is set; it needs '{name}.{path}'"
+                for path, value, kind, named in classes
+                if named and not value
+            ),
+        ] + [
             f"'{name}.mixture[{i}]' has files {each.files} and weight {each.weight}; it needs files and weight > 0"
             for i, each in enumerate(self.mixture)
             if not each.files or each.weight <= 0

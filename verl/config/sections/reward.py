@@ -35,10 +35,24 @@ class WeightedRewardConfig:
 
 
 @dataclass
+class RewardManagerModuleConfig:
+    """Where the class of a reward manager is."""
+
+    path: str | None = key(None, "file, pkg.module or pkg://pkg.module", path=True)
+
+
+@dataclass
 class RewardManagerConfig:
     """How scores are computed."""
 
-    name: str = key("naive", "reward manager", known=REWARD_MANAGERS, plugin="reward_manager")
+    name: str = key("naive", "reward manager, or a class", known=REWARD_MANAGERS, plugin="reward_manager")
+    source: str = key(
+        "register", "importlib: name is a class in module.path", known=("register", "importlib")
+    )
+    module: RewardManagerModuleConfig = section(
+        RewardManagerModuleConfig, "file of the class", used_if=".source=importlib"
+    )
+    reward_kwargs: dict[str, Any] = key({}, "further arguments of a manager's class")
 
 
 @dataclass
@@ -150,5 +164,8 @@ class RewardConfig:
         for i, function in enumerate(self.functions):
             if not function.path:
                 yield f"'{name}.functions[{i}].path' is required: file, pkg.module or module:function"
+        manager = self.reward_manager
+        if manager.source == "importlib" and not manager.module.path:
+            yield f"'{name}.reward_manager.source' is importlib; it needs '{name}.reward_manager.module.path'"
         if self.judge.base_url and not self.judge.model:
             yield f"'{name}.judge.base_url' is set; it needs '{name}.judge.model'"

@@ -30,6 +30,7 @@ from verl.algorithms.rollout_correction import compute_rollout_correction, rollo
 from verl.config.methods import (
     ADV_ESTIMATOR,
     POLICY_LOSS,
+    MethodFunctions,
     builtin_names,
     find_method,
     get_adv_estimator_fn,
@@ -48,6 +49,8 @@ AdvantageEstimator = StrEnum(  # type: ignore[misc]
     "AdvantageEstimator", {name.upper(): name for name in builtin_names(ADV_ESTIMATOR)}
 )
 """Values of `algorithm.adv_estimator`."""
+ADV_ESTIMATOR_REGISTRY = MethodFunctions(ADV_ESTIMATOR)
+POLICY_LOSS_REGISTRY = MethodFunctions(POLICY_LOSS)
 
 
 def compute_gae_advantage_return(

@@ -1,0 +1,1 @@
+"""Import paths of verl that samplers use; their home is `verl.data.samplers`."""
