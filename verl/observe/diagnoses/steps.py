@@ -82,8 +82,8 @@ def rewards_failed(h: History) -> Seen | None:
     if not failed:
         return None
     timeout, faulty = h.config.reward.timeout_s, "the reward function"
-    if h.rollout.multi_turn.enable:
-        faulty += ", environment or simulated user"
+    if h.rollout.converses:
+        faulty += ", environment, agent loop or simulated user"
     seen = f"{failed:g} responses got no score"
     fix = f"to fix {faulty} (rollouts/ has the errors), or reward.timeout_s={2 * timeout:g} (now {timeout:g})"
     return seen, fix
