@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 
 from tests.agents.loops import AGENT, LOOP, TWO
 from tests.agents.runs import KEY, TOOLS, exact
-from verl.errors import ConfigError
+from verl.errors import ConfigError, ToolsLost
 
 WORLD = '''
 class World:
@@ -202,3 +203,32 @@ def test_a_loop_that_nobody_made_known_is_refused(train, write) -> None:
         train(f"{AGENT}.default_agent_loop=nobody")
     with pytest.raises(ConfigError, match="must be a list of entries with name and _target_"):
         train(f"{AGENT}.agent_loop_config_path={write('name: mine', 'wrong.yaml')}")
+
+
+BLOCKING = """
+import time
+
+from verl.agents.agent_loop import AgentLoopBase, register
+
+STOPPED = []
+
+
+@register("blocking")
+class Blocking(AgentLoopBase):
+    async def run(self, sampling_params, **kwargs):
+        while not STOPPED:
+            time.sleep(0.01)  # nothing is awaited
+"""
+
+
+def test_a_loop_that_blocks_the_event_loop_stops_the_run_with_its_line(loop, monkeypatch) -> None:
+    monkeypatch.setattr("verl.agents.toolset.END_S", 1.0)
+    try:
+        with pytest.raises(
+            ToolsLost, match=r"kept all conversations waiting.*_loop\.py, line 1[23]\).*awaited"
+        ):
+            loop(f"{KEY}.tool_timeout_s=1", name="blocking", text=BLOCKING)
+    finally:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("verl_user_loops"):
+                getattr(module, "STOPPED", []).append(True)
