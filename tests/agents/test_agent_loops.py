@@ -232,3 +232,23 @@ def test_a_loop_that_blocks_the_event_loop_stops_the_run_with_its_line(loop, mon
         for name, module in list(sys.modules.items()):
             if name.startswith("verl_user_loops"):
                 getattr(module, "STOPPED", []).append(True)
+
+
+@pytest.mark.slow(seconds=6)
+def test_a_resumed_run_of_a_loop_equals_an_uninterrupted_one(loop) -> None:
+    whole = loop(folder="whole")
+    loop("trainer.total_training_steps=1", folder="parts")
+    parts = loop(folder="parts")
+    assert exact(parts.rows) == exact(whole.rows)
+    assert [line["turns"] for line in parts.rollouts(2)] == [line["turns"] for line in whole.rollouts(2)]
+
+
+@pytest.mark.slow(seconds=4)
+def test_the_rows_of_a_loop_do_not_depend_on_the_engine(loop) -> None:
+    steps = ("trainer.total_training_steps=1",)
+    native, hf = (
+        loop(*steps, f"actor_rollout_ref.rollout.name={name}", folder=name).batches[1].batch
+        for name in ("native", "hf")
+    )
+    for name in ("prompts", "responses", "response_mask", "token_level_scores"):
+        assert torch.equal(native[name], hf[name])
