@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.agents.loops import AGENT, LOOP, TWO
 from tests.agents.runs import KEY, WORLD, Server, reward
 from tests.agents.talking import letter_rows, plan_format, write_rows
 from tests.tiny_run import read_metrics
@@ -176,6 +177,30 @@ def test_every_prompt_is_trained_once_and_no_token_is_too_old(go, tmp_path, mode
         for step, batch in enumerate(batches, start=1):
             versions = set(batch.batch["token_versions"][batch.batch["response_mask"].bool()].tolist())
             assert versions == {max(step - 2, 0)}, "a batch is drawn by one version"
+
+
+@MODES
+def test_agent_loops_are_trained_once_and_aligned(go, tmp_path, mode):
+    """Suspended and drawn by several versions as conversations of ours are."""
+    (tmp_path / "counting_loop.py").write_text(LOOP)
+    (tmp_path / "loops.json").write_text('[{"name": "counting", "_target_": "counting_loop.py:Counting"}]')
+    keys = (
+        *TWO,
+        f"{KEY}.enable=False",
+        f"{KEY}.environment=[]",
+        f"{AGENT}.agent_loop_config_path={tmp_path}/loops.json",
+        f"{AGENT}.default_agent_loop=counting",
+    )
+    turns: set[int] = set()
+
+    def within(loop: Any) -> None:
+        assert_aligned(loop, world=False)
+        turns.update(len(talk.model_turns) for talk in loop.batch.non_tensor_batch["conversation"])
+
+    go(*mode, *keys, STEADY, within=within)
+    assert_each_prompt_once(tmp_path / "run")
+    assert turns == {1, 2}
+    assert all(row["reward/failed"] == 0 for row in read_metrics(tmp_path / "run"))
 
 
 GATED = WORLD.replace("import random", "import os, pathlib, random, time").replace(

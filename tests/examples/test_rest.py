@@ -24,6 +24,9 @@ pytestmark = pytest.mark.timeout(1500)
 def test_the_agent_script_does_what_its_readme_says(tmp_path: Path) -> None:
     """It makes its own data and model. The command is the installed one, in a process of its own."""
     check_example("agents", tmp_path / "data", tmp_path, INSTALLED)
+    folder = EXAMPLES / "agents" / "agent_loop"
+    run_script(folder / "run_small.sh", tmp_path / "data", tmp_path, path=INSTALLED)
+    check_claims(folder / "README.md", tmp_path / "checkpoints" / "examples" / "agent_loop")
 
 
 def reward_test(command: str, path: str, **environment: str) -> list[float]:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 from uuid import uuid4
 
@@ -26,83 +23,16 @@ from verl.agents.schemas import fit_arguments, schema_problem, without_nulls
 from verl.errors import ConfigError
 from verl.interactions.base import BaseInteraction
 from verl.tools.base_tool import BaseTool
-from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
-from verl.user_code import attribute, error_line, import_path, make_importable
-
-# ---- reading the files
-
-
-@dataclass(frozen=True)
-class _Entry:
-    kind: type
-    config: dict[str, Any]
-    schema: Schema | None
-    name: str | None
-    where: str
-    """For messages."""
-
-
-def _entries(path: str, key: str, section: str, keys: Sequence[str], method: str) -> list[_Entry]:
-    """The classes a file lists under `section`."""
-    from omegaconf import OmegaConf
-
-    try:
-        content = OmegaConf.to_container(OmegaConf.load(Path(path).expanduser()), resolve=True)
-    except FileNotFoundError:
-        raise ConfigError(f"{key}={path} does not exist.") from None
-    except Exception as error:
-        raise ConfigError(f"{key}={path} cannot be read: {error}") from error
-    listed = content.get(section) if isinstance(content, dict) else None
-    if not isinstance(listed, list) or not listed or not all(isinstance(each, dict) for each in listed):
-        there = ", ".join(map(str, content)) if isinstance(content, dict) else type(content).__name__
-        raise ConfigError(f"{key}={path} has no list '{section}' of mappings; it has: {there or 'nothing'}.")
-    found = []
-    for number, each in enumerate(listed):
-        where = f"{key}={path}, {section}[{number}]"
-        config = each.get("config") or {}
-        if "mcp" in each or (isinstance(config, dict) and config.get("type") == "mcp"):
-            raise ConfigError(
-                f"{where} describes an MCP server; give its address or command in multi_turn.mcp."
-            )
-        if unknown := sorted(map(str, each.keys() - set(keys))):
-            raise ConfigError(f"{where} has the key {unknown[0]!r}; known keys: {', '.join(keys)}.")
-        name = each.get("class_name")
-        if not isinstance(name, str) or not isinstance(config, dict):
-            raise ConfigError(
-                f"{where} needs class_name (pkg.module.Class) and, if at all, config as a mapping."
-            )
-        found.append(
-            _Entry(
-                _class(name, path, where, method), config, each.get("tool_schema"), each.get("name"), where
-            )
-        )
-    return found
-
-
-def _class(name: str, path: str, where: str, method: str) -> type:
-    """`name` is pkg.module.Class or file.py:Class; both are also looked for in the YAML file's folder."""
-    folder = Path(path).expanduser().resolve().parent
-    make_importable(folder)
-    source, _, inside = name.rpartition(":")
-    if source.endswith(".py"):
-        source = str(folder / source)
-    module, qualname = import_path(
-        source or inside, inside if source else None, f"{where}.class_name", ConfigError, "Class"
-    )
-    kind = attribute(module, qualname) if qualname else None
-    if not inspect.isclass(kind):
-        raise ConfigError(f"{where}.class_name={name}: there is no such class in {module.__name__}.")
-    if not callable(getattr(kind, method, None)):
-        raise ConfigError(f"{where}.class_name={name}: the class has no method {method}.")
-    return kind
-
+from verl.tools.schemas import ToolResponse
+from verl.tools.utils.tool_registry import TOOL_KEYS, Entry, make_tool, read_entries
+from verl.user_code import error_line
 
 # ---- tools
 
 
 def load_tools_yaml(path: str, key: str) -> HostedFactory:
-    entries = _entries(path, key, "tools", ("class_name", "config", "tool_schema"), "execute")
-    tools: dict[str, tuple[_Entry, Schema]] = {}
+    entries = read_entries(path, key, "tools", TOOL_KEYS, "execute")
+    tools: dict[str, tuple[Entry, Schema]] = {}
     for entry in entries:
         schema = _schema_of(entry)
         name = schema["function"]["name"]
@@ -125,12 +55,12 @@ def load_tools_yaml(path: str, key: str) -> HostedFactory:
     return HostedFactory(info, functools.partial(HostedTools, tools))
 
 
-def _schema_of(entry: _Entry) -> Schema:
+def _schema_of(entry: Entry) -> Schema:
     """That of the file, else that of an instance of the class."""
     schema: Any = entry.schema
     if schema is None:
         try:
-            schema = entry.kind(config=copy.deepcopy(entry.config), tool_schema=None).get_openai_tool_schema()
+            schema = make_tool(entry, None).get_openai_tool_schema()
         except Exception as error:
             raise ConfigError(
                 f"{entry.where} has no tool_schema, and asking {entry.kind.__name__} for it failed with "
@@ -154,15 +84,9 @@ def _schema_of(entry: _Entry) -> Schema:
 class HostedTools(Hosted):
     """The tools of a file for one conversation, each created at its first call."""
 
-    def __init__(self, tools: Mapping[str, tuple[_Entry, Schema]]) -> None:
+    def __init__(self, tools: Mapping[str, tuple[Entry, Schema]]) -> None:
         self._schemas = {name: schema for name, (_, schema) in tools.items()}
-        self._tools: dict[str, Any] = {
-            name: entry.kind(
-                config=copy.deepcopy(entry.config),
-                tool_schema=OpenAIFunctionToolSchema.model_validate(copy.deepcopy(schema)),
-            )
-            for name, (entry, schema) in tools.items()
-        }
+        self._tools: dict[str, Any] = {name: make_tool(*entry) for name, entry in tools.items()}
         self._instances: dict[str, str] = {}
         self._kwargs: Mapping[str, Any] = {}
 
@@ -180,7 +104,7 @@ class HostedTools(Hosted):
         kwargs = self._kwargs_of(name, "execute_kwargs")
         answer = await finished(tool.execute(self._instances[name], arguments, **kwargs))
         response, reward = (*answer, None)[:2] if isinstance(answer, tuple) else (answer, None)
-        return _response_text(response, name), as_reward(reward, f"execute of {name}")
+        return response_text(response, name), as_reward(reward, f"execute of {name}")
 
     async def reward(self) -> float | None:
         total = 0.0
@@ -217,7 +141,7 @@ class HostedTools(Hosted):
         return dict((self._kwargs.get(name) or {}).get(which) or {})
 
 
-def _response_text(response: Any, name: str) -> str:
+def response_text(response: Any, name: str) -> str:
     if isinstance(response, dict) and "text" in response:
         response = ToolResponse(**response)
     if not hasattr(response, "text"):
@@ -231,7 +155,7 @@ def _response_text(response: Any, name: str) -> str:
 
 
 def load_interactions_yaml(path: str, key: str) -> list[HostedFactory]:
-    entries = _entries(path, key, "interaction", ("name", "class_name", "config"), "generate_response")
+    entries = read_entries(path, key, "interaction", ("name", "class_name", "config"), "generate_response")
     factories: dict[str, HostedFactory] = {}
     for entry in entries:
         name = entry.name or entry.kind.__name__.removesuffix("Interaction").lower()
@@ -264,7 +188,7 @@ class HostedInteraction(Hosted):
         answer = self._interaction.generate_response(self._instance or "", messages, **self._kwargs)
         ends, text, reward, *_ = await finished(answer)
         self._turn_reward = as_reward(reward, "generate_response")
-        return None if ends else _response_text(text, "generate_response")
+        return None if ends else response_text(text, "generate_response")
 
     async def turn_reward(self) -> float | None:
         reward, self._turn_reward = self._turn_reward, None

@@ -52,6 +52,12 @@ class Conversation:
         self.environment_reward: float | None = None
         self.error: str | None = None
         """Why there can be no score: the environment could not begin, failed or is gone, or the user gave no answer."""
+        self.scored = False
+        """Whether its agent loop gave `environment_reward`, so that nothing else scores it."""
+        self.metrics: dict[str, float] = {}
+        """Of its agent loop."""
+        self.extra: dict[str, Any] = {}
+        """What its agent loop adds to `extra_info` for the reward function."""
         self.seconds = 0.0
         """From its start to its reward."""
 
@@ -138,6 +144,15 @@ def conversation_metrics(conversations: Sequence[Conversation]) -> dict[str, flo
     for reason in ("turns", "length", "abort"):
         share = sum(conversation.finish_reason == reason for conversation in conversations)
         metrics[f"agents/finish/{reason}"] = share / len(conversations)
+    for name in sorted({name for each in conversations for name in each.metrics}):
+        values = [each.metrics[name] for each in conversations if name in each.metrics]
+        if name == "num_turns":
+            metrics |= {
+                "agents/num_turns/mean": sum(values) / len(values),
+                "agents/num_turns/max": max(values),
+            }
+        else:
+            metrics[f"timing_s/agents/{name}"] = sum(values) / len(values)
     records = [record for each in conversations for turn in each.turns for record in turn.records]
     metrics["tools/calls/all"] = float(len(records))
     for kind in get_args(FailureKind):
@@ -175,13 +190,14 @@ _TOKENS = {
     "versions": np.int64,
 }
 _FIELDS = ("uid", "sample", "messages", "finish_reason", "environment_reward", "error", "seconds")
+_LOOP_FIELDS = ("scored", "metrics", "extra")
 
 
 def pack_conversations(conversations: Sequence[Conversation]) -> dict[str, Any]:
     prompts = [turn.prompt_ids for each in conversations for turn in each.turns]
     return {
         "conversations": [
-            {name: getattr(each, name) for name in _FIELDS}
+            {name: getattr(each, name) for name in (*_FIELDS, *_LOOP_FIELDS)}
             | {
                 # Their prompts are in an array; here is only whether there is one.
                 "turns": [{**asdict(turn), "prompt_ids": turn.prompt_ids is not None} for turn in each.turns]
@@ -202,7 +218,7 @@ def unpack_conversations(packed: dict[str, Any]) -> list[Conversation]:
     prompts = iter(unpack_rows(packed["turn_prompts"]))
     for number, plain in enumerate(packed["conversations"]):
         conversation = Conversation(plain["uid"], plain["sample"], (), ())
-        for name in _FIELDS:
+        for name in (*_FIELDS, *_LOOP_FIELDS):
             setattr(conversation, name, plain.get(name, getattr(conversation, name)))
         for name, rows in columns.items():
             setattr(conversation, name, rows[number])

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from verl.agents.base import Message, Observation, ToolCall, ToolFailed, ToolRecord
+from verl.agents.base import Message, Observation, ParsedTurn, ToolCall, ToolFailed, ToolRecord
 from verl.agents.hosted import Called, HostedInfo
 from verl.agents.schemas import fit_arguments, schema_problem
 from verl.agents.tool_processes import Instance
-from verl.agents.toolset import SINGLE_TURN, Agents, EndpointUser, agent_name
+from verl.agents.toolset import SINGLE_TURN, Agents, EndpointUser
 from verl.observe.live import live
 
 
@@ -42,7 +42,7 @@ class Episode:
         self.key = key
         self.row = row
         self._timeout_s = agents.cfg.tool_timeout_s
-        self.single_turn = agent_name(row) == SINGLE_TURN
+        self.single_turn = agents.agent_of(row) == SINGLE_TURN
         self._instances: list[tuple[HostedInfo, Instance]] = []
         if not self.single_turn:
             name = agents.environment_of(row)
@@ -75,15 +75,19 @@ class Episode:
         return answer
 
     async def close(self) -> float | None:
-        """The reward of the environment and the tools, where they have one."""
-        rewards: list[float] = []
+        """The reward, and the end."""
         try:
-            for info, instance in self._instances:
-                if "reward" in info.hooks:
-                    value = await instance.reward(self._timeout_s)
-                    rewards += [] if value is None else [value]
+            return await self.reward()
         finally:
             await self.end()
+
+    async def reward(self) -> float | None:
+        """Of the environment and the tools, where they have one."""
+        rewards: list[float] = []
+        for info, instance in self._instances:
+            if "reward" in info.hooks:
+                value = await instance.reward(self._timeout_s)
+                rewards += [] if value is None else [value]
         return sum(rewards) if rewards else None
 
     async def end(self) -> None:
@@ -99,9 +103,9 @@ class Episode:
     # ---- tools
 
     async def _run_tools(self, text: str) -> TurnAnswer:
-        parsed, limit = self.agents.format.parse(text), self.agents.cfg.max_parallel_calls
+        parsed, limit = await self.parse(text), self.agents.cfg.max_parallel_calls
         running = [
-            self._recorded(ToolRecord(call.name, call.arguments), partial(self._call, call))
+            self._recorded(ToolRecord(call.name, call.arguments), partial(self.call_tool, call))
             for call in parsed.calls[:limit]
         ]
         records = list(await asyncio.gather(*running))
@@ -126,7 +130,14 @@ class Episode:
         record.seconds = time.monotonic() - started
         return record
 
-    async def _call(self, call: ToolCall) -> Called:
+    async def parse(self, text: str) -> ParsedTurn:
+        """The calls of a turn. An agent loop replaces this, and `call_tool`."""
+        return self.agents.format.parse(text)
+
+    async def call_tool(self, call: ToolCall) -> Called:
+        return await self.call(call)
+
+    async def call(self, call: ToolCall) -> Called:
         schemas = {schema["function"]["name"]: schema for schema in self.agents.schemas(self.row)}
         if call.name not in schemas:
             known = ", ".join(schemas) or "none"

@@ -49,8 +49,20 @@ def register_tool_format(name: str) -> Callable[[_Format], _Format]:
     return add
 
 
+_parsers: set[str] = set()
+
+
+def add_parser_name(name: str) -> None:
+    """Make the name of a `ToolParser` known, with which agent loops read calls."""
+    _parsers.add(name)
+
+
+def parser_names() -> set[str]:
+    return _parsers - _formats.keys()
+
+
 def known_formats() -> list[str]:
-    return sorted(_formats)
+    return sorted({*_formats, *_parsers})
 
 
 def get_format(name: str) -> ToolFormat:

@@ -22,7 +22,9 @@ from verl.agents.conversation import (
     unpack_conversations,
 )
 from verl.agents.episode import Episode, TurnAnswer
-from verl.agents.formats import detect_format, get_format
+from verl.agents.formats import detect_format, get_format, parser_names
+from verl.agents.loop_audit import Drawn
+from verl.agents.loop_runs import AgentLoops, LoopServer
 from verl.agents.templates import ChatTurns
 from verl.agents.toolset import END_S, KEY, ROUTING_COLUMNS, ROW_FIELDS, Agents
 from verl.config.sections.data import PromptsConfig
@@ -43,10 +45,16 @@ class ConversationRunner:
     `stop_ids`: the tokens that end a turn besides the tokenizer's own, as the model's generation config has them."""
 
     def __init__(
-        self, cfg: MultiTurnConfig, data: PromptsConfig, tokenizer: Any, stop_ids: Iterable[int] = ()
+        self,
+        cfg: MultiTurnConfig,
+        data: PromptsConfig,
+        tokenizer: Any,
+        stop_ids: Iterable[int] = (),
+        loops: AgentLoops | None = None,
     ) -> None:
         self.cfg = cfg
         self.data = data
+        self.loops = loops
         # Of its own: conversations go on in a thread of theirs while others tokenize.
         chat = ChatFormat.of(copy.deepcopy(tokenizer), data)
         if cfg.tool_response_truncate_side != "middle":
@@ -55,14 +63,16 @@ class ConversationRunner:
             logger.info(
                 "%s keeps the %s of long tool answers; up to 0.2.0 it kept the other half", name, kept
             )
-        self.agents = agents = Agents(cfg, get_format(self.format_name(chat)))
+        names, default = (loops.loops, loops.default) if loops is not None else ((), None)
+        self.agents = agents = Agents(cfg, get_format(self.format_name(chat)), names, default)
         self.schemas, self.gives_rewards, self.close = agents.schemas, agents.gives_rewards, agents.close
         try:
             self.turns = ChatTurns(
                 chat,
                 tools=self.agents.has_tools,
                 users=self.agents.has_user,
-                history=cfg.history,
+                # An agent loop alone renders its prompts itself.
+                history=cfg.history if cfg.enable or loops is None else "split",
                 stop_ids=stop_ids,
             )
         except BaseException:
@@ -72,6 +82,8 @@ class ConversationRunner:
     def format_name(self, chat: ChatFormat) -> str:
         """How calls are written. A template without a place for tools gets them described in hermes' format."""
         name = self.cfg.format
+        if name in parser_names():
+            return "hermes"  # not used: agent loops read the calls
         if name == "auto":
             name = detect_format(str(chat.tokenizer.chat_template or ""))
             logger.info("%s.format=auto: tool calls are read as %s", KEY, name)
@@ -100,7 +112,7 @@ class ConversationRunner:
             messages = self.turns.chat.messages_of(prompts[number], where, schemas)
             if messages is not None:
                 self.turns.check_prompt(messages, schemas, where)
-            elif self.cfg.history == "split":
+            elif self.cfg.splits:
                 raise DataError(
                     f"{dataset.files_key}: the prompt of {where} is a string, which {KEY}.history=split cannot use: "
                     "every turn has the whole conversation in the chat template, and a string that is templated "
@@ -133,6 +145,8 @@ class Talk:
     settings: GenerationSettings
     draw_key: str | None
     """Keys the draws of its turns, where its request ids must be others."""
+    draws: list[Drawn] | None = None
+    """Of an agent loop, for its audit."""
 
 
 class ConversationSampler(Sampler):
@@ -144,7 +158,7 @@ class ConversationSampler(Sampler):
     def __init__(self, runner: ConversationRunner, engine: RolloutEngine) -> None:
         super().__init__(engine)
         self.runner, self.agents, self.turns = runner, runner.agents, runner.turns
-        self.split = runner.cfg.history == "split"
+        self.split = runner.cfg.splits
         self.running: set[asyncio.Task[Conversation]] = set()
         """Used in the event loop's thread only."""
 
@@ -182,6 +196,10 @@ class ConversationSampler(Sampler):
         self.running.add(task)
         task.add_done_callback(ended)
 
+    def _do_posted(self) -> None:
+        self.agents.require_answering()
+        super()._do_posted()
+
     def abort(self, error: BaseException | None = None) -> None:
         self.agents.cancel(self.running)
         super().abort(error)
@@ -204,12 +222,20 @@ class ConversationSampler(Sampler):
         """From the reset of the environment to its reward."""
         conversation, episode, started = talk.conversation, talk.episode, time.monotonic()
         try:
-            conversation.finish_reason = await self.converse(talk)
-            self.engine.release([episode.key])
-            try:
-                conversation.environment_reward = await episode.close()
-            except ToolFailed as failure:
-                conversation.error = conversation.error or f"the environment gave no reward: {failure.text}"
+            loops, name = self.runner.loops, self.agents.agent_of(episode.row)
+            if loops is not None and name is not None and name in loops.loops:
+                await LoopServer(loops, self, talk).run(name)
+                self.engine.release([episode.key])
+                await episode.end()
+            else:
+                conversation.finish_reason = await self.converse(talk)
+                self.engine.release([episode.key])
+                try:
+                    conversation.environment_reward = await episode.close()
+                except ToolFailed as failure:
+                    conversation.error = (
+                        conversation.error or f"the environment gave no reward: {failure.text}"
+                    )
         except BaseException:
             await self._give_up(episode)
             raise
@@ -240,7 +266,7 @@ class ConversationSampler(Sampler):
             left = self.tokens_left(talk, len(prompt))
             if left < 1:
                 return "length"
-            response = await self.draw(talk, prompt, left)
+            response = await self.recorded(talk, prompt, left)
             text = self.turns.text(response.token_ids)
             conversation.add_model_turn(response, text, prompt_ids=prompt if self.split else None)
             if response.finish_reason != "stop":
@@ -249,9 +275,18 @@ class ConversationSampler(Sampler):
             if ended is not None:
                 return ended
 
+    async def recorded(self, talk: Talk, prompt: list[int], most: int) -> Response:
+        """What `draw` gives, kept for the audit of an agent loop."""
+        drawn = Drawn(prompt)
+        if talk.draws is not None:
+            talk.draws.append(drawn)
+        drawn.response = await self.draw(talk, prompt, most)
+        return drawn.response
+
     async def draw(self, talk: Talk, prompt: list[int], most: int) -> Response:
         """The next turn of the model, of at most so many tokens."""
-        key, turn = talk.episode.key, len(talk.conversation.model_turns)
+        key, turns = talk.episode.key, talk.conversation.model_turns
+        turn = len(turns) if talk.draws is None else len(talk.draws) - 1
         return await self.sample(
             Request(
                 f"{key}/{turn}",

@@ -8,8 +8,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 import re
+import sys
 import threading
+import time
+import traceback
 from collections.abc import Collection, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -21,16 +25,14 @@ from verl.agents.mcp import MCPTools
 from verl.agents.remote import CONCURRENCY, plain_text
 from verl.agents.tool_processes import Target, ToolProcesses
 from verl.agents.tool_server import TextServer, connect_tool_server
-from verl.config.sections.rollout import MultiTurnConfig, MultiTurnUserConfig
-from verl.errors import RESUME, ConfigError, DataError
+from verl.config.sections.rollout import OWN_AGENTS, MultiTurnConfig, MultiTurnUserConfig
+from verl.errors import RESUME, ConfigError, DataError, ToolsLost
 
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 KEY = "actor_rollout_ref.rollout.multi_turn"
-SINGLE_TURN = "single_turn_agent"
-_AGENTS = (SINGLE_TURN, "tool_agent")
-"""Values of the column `agent_name`, besides the names of environments."""
+SINGLE_TURN = OWN_AGENTS[0]
 ROUTING_COLUMNS = ("environment", "agent_name", "interaction_kwargs", "extra_info")
 """Columns that decide which environment a row's conversation has."""
 ROW_FIELDS = ("prompt", "data_source", "ground_truth", "extra_info")
@@ -48,6 +50,8 @@ _END_RULE = (
     f"When the person has what they wanted, or has nothing left to say, write {STOP_MARK} and nothing else."
 )
 _OPENING = "Hello, how can I help?"
+_NOT_THEIRS = (os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(__file__)), "<")
+"""Where files of Python and of this package are."""
 _THOUGHT = re.compile(r"<think>.*?(</think>|\Z)", re.DOTALL)
 
 
@@ -71,9 +75,17 @@ class FunctionTools(ToolProvider):
 class Agents:
     """Everything conversations talk to, opened once, and the event loop they run in."""
 
-    def __init__(self, cfg: MultiTurnConfig, tool_format: ToolFormat) -> None:
+    def __init__(
+        self,
+        cfg: MultiTurnConfig,
+        tool_format: ToolFormat,
+        loops: Collection[str] = (),
+        default_agent: str | None = None,
+    ) -> None:
+        """`loops`: the names of agent loops of users; `default_agent`: of rows that name none."""
         self.cfg = cfg
         self.format = tool_format
+        self.loops, self.default_agent = loops, default_agent
         self.environments: dict[str, tuple[int, HostedInfo]] = {}
         self.stateful_tools: list[tuple[int, HostedInfo]] = []
         self.user: tuple[int, HostedInfo] | EndpointUser | None = None
@@ -81,6 +93,8 @@ class Agents:
         self.providers: list[ToolProvider] = []
         self.processes = ToolProcesses([])
         self._conversations: set[asyncio.Task[Any]] = set()
+        self._asked_at, self._answered, self._blocked = 0.0, threading.Event(), False
+        self._answered.set()
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name="agents", daemon=True)
         self._thread.start()
@@ -149,7 +163,7 @@ class Agents:
 
     def close(self) -> None:
         """Disconnect and end processes. Safe to call twice."""
-        if self.loop.is_closed():
+        if self.loop.is_closed() or self._blocked:
             return
         self.wait_for(self._close())
         self.loop.call_soon_threadsafe(self.loop.stop)
@@ -198,7 +212,7 @@ class Agents:
     def schemas(self, row: Mapping[str, Any]) -> list[Schema]:
         """Of the tools a row's conversation has. A row that names no environment there is has those without one:
         `check_row` refuses it, with its place."""
-        if agent_name(row) == SINGLE_TURN:
+        if self.agent_of(row) == SINGLE_TURN:
             return []
         named = self._environment_named(row)
         return self._schemas(named if named in list(self.environments) else "")
@@ -215,6 +229,8 @@ class Agents:
         if not self.environments:
             return None
         named = self._environment_named(row)
+        if named is None and self.agent_of(row) in self.loops:
+            return None
         if named not in list(self.environments):  # it may be anything, also what has no hash
             seen = "has no column 'environment'" if named is None else f"names the environment {named!r}"
             raise DataError(f"{where} {seen}; known ({KEY}.environment): {', '.join(self.environments)}")
@@ -225,17 +241,22 @@ class Agents:
         named = row_column(row, "environment") or (
             kwargs.get("name") if isinstance(kwargs, Mapping) else None
         )
-        if named is None and agent_name(row) in self.environments:
-            return agent_name(row)
+        if named is None and self.agent_of(row) in self.environments:
+            return self.agent_of(row)
         if named is None and len(self.environments) == 1:
             return next(iter(self.environments))
         return named
 
+    def agent_of(self, row: Mapping[str, Any]) -> str | None:
+        """The column `agent_name`, or who runs rows that name none."""
+        name = row_column(row, "agent_name")
+        return self.default_agent if name is None else str(name)
+
     def check_row(self, row: Mapping[str, Any], where: str) -> None:
         """Refuse a row that names an environment or agent that does not exist."""
-        name = agent_name(row)
-        if name is not None and name not in (*_AGENTS, *self.environments):
-            known = ", ".join((*_AGENTS, *self.environments))
+        name = self.agent_of(row)
+        if name is not None and name not in (*OWN_AGENTS, *self.environments, *self.loops):
+            known = ", ".join((*OWN_AGENTS, *self.environments, *self.loops))
             raise DataError(f"{where} has agent_name {name!r}; known: {known}")
         if name != SINGLE_TURN:
             self.environment_of(row, where)
@@ -263,8 +284,33 @@ class Agents:
         async def cancel() -> None:
             await _cancel(tasks)
 
-        if not self.loop.is_closed():
+        if not self.loop.is_closed() and not self._blocked:
             self.wait_for(cancel())
+
+    def require_answering(self) -> None:
+        """ToolsLost where the code of an agent loop has kept the event loop from all conversations for too long."""
+        if not self.loops:
+            return
+        now, limit = time.monotonic(), self.cfg.tool_timeout_s + END_S
+        if self._answered.is_set():
+            if now - self._asked_at > 1.0:
+                self._asked_at = now
+                self._answered.clear()
+                self.loop.call_soon_threadsafe(self._answered.set)
+        elif now - self._asked_at > limit:
+            self._blocked = True
+            raise ToolsLost(
+                f"an agent loop has kept all conversations waiting for {limit:.0f} seconds{self._where()}: what takes "
+                "long must be awaited, or run in a thread (loop.run_in_executor, asyncio.to_thread)"
+            )
+
+    def _where(self) -> str:
+        """The line of the user's code that the event loop's thread executes."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        theirs = [
+            each for each in traceback.extract_stack(frame) if not each.filename.startswith(_NOT_THEIRS)
+        ]
+        return f" ({theirs[-1].filename}, line {theirs[-1].lineno})" if theirs else ""
 
 
 async def _cancel(tasks: Collection[asyncio.Future[Any]]) -> None:
@@ -272,12 +318,6 @@ async def _cancel(tasks: Collection[asyncio.Future[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def agent_name(row: Mapping[str, Any]) -> str | None:
-    """The column `agent_name`."""
-    name = row_column(row, "agent_name")
-    return None if name is None else str(name)
 
 
 # ---- a user behind an endpoint

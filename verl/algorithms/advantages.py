@@ -118,7 +118,7 @@ def rloo(token_level_rewards: Tensor, response_mask: Tensor, index: Any, **_: An
 
 
 def _turn_rloo_advice(config: PPOConfig) -> Iterator[str]:
-    if not config.actor_rollout_ref.rollout.multi_turn.enable:
+    if not config.actor_rollout_ref.rollout.converses:
         yield (
             "'algorithm.adv_estimator'=turn_rloo is the same as rloo without "
             "actor_rollout_ref.rollout.multi_turn.enable=True"

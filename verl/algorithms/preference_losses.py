@@ -226,6 +226,7 @@ def _spin_errors(config: PPOConfig) -> Iterator[str]:
     correction = algorithm.rollout_correction
     unfit = {
         "actor_rollout_ref.rollout.multi_turn.enable": policy.rollout.multi_turn.enable,
+        "actor_rollout_ref.rollout.agent.default_agent_loop": policy.rollout.agent.given,
         "actor_rollout_ref.actor.use_kl_loss": policy.actor.use_kl_loss,
         "algorithm.use_kl_in_reward": algorithm.use_kl_in_reward,
         "algorithm.filter_groups.enable": algorithm.filter_groups.enable,

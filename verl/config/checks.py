@@ -256,8 +256,6 @@ def _training_errors(config: PPOConfig, plan: RunPlan) -> Iterator[str]:
         yield (
             f"'{ROLLOUT}.temperature' is 0: greedy responses are all equal and teach nothing; set it to 1.0"
         )
-    if multi_turn.enable and rollout.ignore_eos:
-        yield f"'{ROLLOUT}.ignore_eos' is True, but turns must end ({ROLLOUT}.multi_turn); set it to False"
     if multi_turn.splits and filtering.enable and filtering.metric == "seq_final_reward":
         yield (
             f"'algorithm.filter_groups.metric' is seq_final_reward, but {ROLLOUT}.multi_turn.history=split makes "

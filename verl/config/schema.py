@@ -109,8 +109,7 @@ class GenerationRolloutConfig(EngineConfig):
     def errors(self, name: str) -> Iterator[str]:
         """What is wrong within the section called `name`."""
         yield from engine_errors(name, self.name, self.mode, self.kv_cache_dtype)
-        if self.multi_turn.enable and self.ignore_eos:
-            yield f"'{name}.ignore_eos' is True, but turns must end ({name}.multi_turn); set it to False"
+        yield from self.agent_errors(name)
         if self.dtype == "fp8" and not engine_spec(self.name).fp8:
             yield (
                 f"'{name}.dtype' is fp8, which {name}.name={self.name} does not support; use native, or another dtype"

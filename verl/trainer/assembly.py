@@ -15,6 +15,7 @@ from verl.data.files import Rows
 from verl.data.proto import DataProto
 from verl.data.rl_dataset import training_loader, validation_loader
 from verl.data.tokenizer import load_tokenizer, warn_of_vocabulary
+from verl.errors import RewardError
 from verl.observe.live import live as live_table
 from verl.observe.run_folder import RunFolder
 from verl.reward import RewardManager, RewardSample, build_reward_manager
@@ -79,7 +80,7 @@ def open_run(
         )
         warn_of_vocabulary(tokenizer, vocabulary_size(model.path, model.override_config))
     with ExitStack() as stack:
-        agents = open_agents(cfg.actor_rollout_ref.rollout.multi_turn, cfg.data, tokenizer, model.path)
+        agents = open_agents(cfg, cfg.actor_rollout_ref.rollout, tokenizer, model.path)
         if agents is not None:
             stack.callback(agents.close)
         tools = None if agents is None else agents.schemas
@@ -105,7 +106,12 @@ def open_run(
                     agents.check_data(dataset)
         rewards = open_rewards(cfg, tokenizer, agents, reward_function)
         stack.callback(rewards.close)
-        check_rewards(rewards, loaders, several_turns=agents is not None)
+        try:
+            check_rewards(rewards, loaders, several_turns=agents is not None)
+        except RewardError as error:
+            if not cfg.actor_rollout_ref.rollout.agent.given or chooses_reward(cfg.reward, reward_function):
+                raise
+            logger.warning("%s Without one the agent loops must give reward_score.", error)
         total = cfg.trainer.total_training_steps or len(train_loader) * cfg.trainer.total_epochs
         if not cfg.trainer.val_only:
             require_profiled_steps(cfg.trainer, total)

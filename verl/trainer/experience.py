@@ -196,8 +196,9 @@ def submit_rewards(
     first: int = 0,
     texts: dict[int, str] | None = None,
 ) -> dict[int, RewardResult]:
-    """Submit responses to rows of `prompts`, as samples from number `first` on. Returns the reasons of those that can
-    have no score, by number. `texts` gets the texts of rows that are responses."""
+    """Submit responses to rows of `prompts`, as samples from number `first` on. Returns the results of those that are
+    not submitted, by number: the reasons of those that can have no score, and those that have one already.
+    `texts` gets the texts of rows that are responses."""
     failures: dict[int, RewardResult] = {}
     drawn = [
         [result.token_ids] if isinstance(result, Response) else result.drawn_ids for _, result in finished
@@ -208,6 +209,9 @@ def submit_rewards(
         conversation = None if isinstance(result, Response) else result
         if conversation is not None and conversation.error is not None:
             failures[first + row] = RewardResult(None, error=conversation.error)
+            continue
+        if conversation is not None and conversation.scored:
+            failures[first + row] = RewardResult(0.0)  # the reward of its agent loop is added
             continue
         if texts is not None and conversation is None:
             texts[row] = text
@@ -313,7 +317,9 @@ def reward_sample(
     column = {name: values[row] for name, values in prompts.non_tensor_batch.items()}
     raw = column["raw_prompt"]
     told: dict[str, Any] = {"messages": list(raw) if not isinstance(raw, str) else None}
+    extra_info = column.get("extra_info") or {}
     if conversation is not None:
+        extra_info = {**extra_info, "num_turns": len(conversation.turns) + 1, **conversation.extra}
         told = {
             "messages": conversation.messages,
             "turns": conversation.transcript(),
@@ -329,7 +335,7 @@ def reward_sample(
         response=text,
         ground_truth=column.get("ground_truth"),
         data_source=column.get("data_source") or "",
-        extra_info=column.get("extra_info") or {},
+        extra_info=extra_info,
         columns=column.get("columns") or {},
         response_length=length,
         truncated=truncated,

@@ -81,7 +81,7 @@ def generate_file(cfg: GenerationConfig) -> None:
     choice = choose_model(cfg.model)
     _preflight(cfg, choice)
     tokenizer = load_tokenizer(choice.tokenizer, cfg.model.trust_remote_code, cfg.data.chat_template)
-    agents = open_agents(cfg.rollout.multi_turn, cfg.data, tokenizer, choice.path)
+    agents = open_agents(cfg, cfg.rollout, tokenizer, choice.path)
     with nullcontext() if agents is None else closing(agents):
         summary = _generate_file(cfg, choice, tokenizer, agents)
     output, key = shown_path(Path(cfg.data.output_path)), cfg.data.response_key
@@ -202,7 +202,7 @@ def _columns(cfg: GenerationConfig, tokenizer: Any) -> Columns:
         columns["_token_ids"] = "list<list<int64>>", attrgetter("token_ids")
     if cfg.data.save_log_probs:
         columns["_log_probs"] = "list<list<float64>>", attrgetter("log_probs")
-    if cfg.rollout.multi_turn.enable:
+    if cfg.rollout.converses:
         columns["_turns"] = "list<string>", lambda talk: json.dumps(talk.transcript(), ensure_ascii=False)
     return columns
 
@@ -242,7 +242,8 @@ def decisive_settings(cfg: GenerationConfig, choice: ModelChoice, dataset: RLDat
         "rollout.seed": settings.seed,
         "rollout.name": cfg.rollout.name,
         "rollout.dtype": cfg.rollout.dtype,
-        "rollout.multi_turn": multi_turn if cfg.rollout.multi_turn.enable else None,
+        "rollout.multi_turn": multi_turn if cfg.rollout.converses else None,
+        "rollout.agent": to_dict(cfg.rollout.agent) if cfg.rollout.agent.given else None,
         "model.override_config": cfg.model.override_config,
     }
 

@@ -245,8 +245,7 @@ class RLLoop:
         if learns_from_data(self.cfg):
             n = self.cfg.actor_rollout_ref.rollout.n
             return add_answers(batch, n, self.tokenizer.pad_token_id or 0)
-        multi_turn = self.cfg.actor_rollout_ref.rollout.multi_turn
-        if not (multi_turn.enable and multi_turn.history == "split"):
+        if not self.cfg.actor_rollout_ref.rollout.multi_turn.splits:
             return batch
         return split_turns(batch, self.tokenizer.pad_token_id or 0)
 

@@ -23,6 +23,7 @@ from verl.checkpoint.steps import checked_path, newest_complete
 from verl.config.load import from_dict
 from verl.config.parallelism import world_size
 from verl.config.schema import OfflineConfig, PPOConfig
+from verl.config.sections.rollout import OWN_AGENTS, AgentConfig
 from verl.config.sources import set_path
 from verl.errors import CheckpointError, ConfigError, DataError, VerlError
 from verl.observe.jsonl import dumps
@@ -35,6 +36,7 @@ from verl.trainer.fork import Recorded, open_recorded
 
 logger = logging.getLogger(__name__)
 
+_ROLLOUT = "actor_rollout_ref.rollout"
 _SHOWN = 200
 
 
@@ -56,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     recorded = open_recorded(args.run)
     start = first_checkpoint(recorded, args.step, args.start)
     before = 0 if start is None else read_manifest(start).step
-    several_turns = recorded.get("actor_rollout_ref.rollout.multi_turn.enable", False)
+    several_turns = converses(recorded)
     files = Files.of(recorded, ENGINE_LOG_PROBS if several_turns else ())
     require_recorded(recorded, files, args.step)
     origin = "the start" if start is None else start.name
@@ -75,9 +77,18 @@ def run(args: argparse.Namespace) -> int:
     return 1 if found.difference else 0
 
 
+def converses(recorded: Recorded) -> bool:
+    """Whether responses are conversations: of `rollout.multi_turn`, or of an agent loop."""
+    agent = AgentConfig(
+        recorded.get(f"{_ROLLOUT}.agent.default_agent_loop", OWN_AGENTS[0]),
+        recorded.get(f"{_ROLLOUT}.agent.agent_loop_config_path"),
+    )
+    return bool(recorded.get(f"{_ROLLOUT}.multi_turn.enable", False)) or agent.given
+
+
 def depends_on_time(cfg: PPOConfig | OfflineConfig, found: Comparison) -> list[str]:
     """A note where an equal repetition cannot be expected to the last bit."""
-    if not isinstance(cfg, PPOConfig) or not cfg.actor_rollout_ref.rollout.multi_turn.enable:
+    if not isinstance(cfg, PPOConfig) or not cfg.actor_rollout_ref.rollout.converses:
         return []
     from verl.algorithms import corrects_rollout
 

@@ -29,9 +29,8 @@ from verl.observe.trackers import FanOut, build_trackers
 
 if TYPE_CHECKING:
     from verl.agents.runner import ConversationRunner
-    from verl.config.schema import BaseTrainerConfig, OfflineConfig, PPOConfig
-    from verl.config.sections.data import PromptsConfig
-    from verl.config.sections.rollout import MultiTurnConfig
+    from verl.config.schema import BaseTrainerConfig, GenerationConfig, OfflineConfig, PPOConfig
+    from verl.config.sections.rollout import EngineConfig
     from verl.observe.run_reader import MetricsLog, Run
     from verl.trainer.main_ppo import RunResult
 
@@ -99,14 +98,15 @@ def require_profiled_steps(cfg: BaseTrainerConfig, total_steps: int) -> None:
 
 
 def open_agents(
-    cfg: MultiTurnConfig, data: PromptsConfig, tokenizer: Any, model_path: str
+    cfg: PPOConfig | GenerationConfig, rollout: EngineConfig, tokenizer: Any, model_path: str
 ) -> ConversationRunner | None:
-    """The runner of conversations, where `rollout.multi_turn` is enabled."""
-    if not cfg.enable:
+    """The runner of conversations, where `rollout.multi_turn` is enabled or an agent loop is given."""
+    if not rollout.converses:
         return None
-    from verl.agents.runner import ConversationRunner
+    from verl.agents.runner import AgentLoops, ConversationRunner
 
-    return ConversationRunner(cfg, data, tokenizer, generation_stop_ids(model_path))
+    loops, stops = AgentLoops(cfg, rollout, tokenizer), generation_stop_ids(model_path)
+    return ConversationRunner(rollout.multi_turn, cfg.data, tokenizer, stops, loops)
 
 
 def open_run_folder(cfg: BaseTrainerConfig) -> RunFolder:

@@ -97,6 +97,12 @@ class MultiTurnConfig:
     )
 
     @property
+    def answers(self) -> bool:
+        """Whether anything can answer the model."""
+        named = self.tools or self.environment or self.tool_server or self.mcp
+        return bool(named or self.user.path or self.user.base_url)
+
+    @property
     def splits(self) -> bool:
         """Whether a conversation becomes several rows."""
         return self.enable and self.history == "split"
@@ -106,17 +112,32 @@ class MultiTurnConfig:
         if not self.enable:
             return
         user = self.user
-        if not (self.tools or self.environment or self.tool_server or self.mcp or user.path or user.base_url):
-            yield (
-                f"'{name}.enable' is True; it needs one of {name}.tools, environment, tool_server, mcp, user.path or "
-                "user.base_url"
-            )
         if user.path and user.base_url:
             yield f"'{name}.user.path' and '{name}.user.base_url' are both given; keep one"
         if user.base_url and not user.model:
             yield f"'{name}.user.base_url' is set; it needs '{name}.user.model'"
 
 
+@dataclass
+class AgentConfig:
+    """Agent loops: classes that run a conversation as verl's do."""
+
+    default_agent_loop: str = key(
+        "single_turn_agent",
+        "agent loop of rows without the column agent_name; single_turn_agent, tool_agent: as multi_turn says",
+    )
+    agent_loop_config_path: str | None = key(
+        None, "YAML list of agent loops: name, _target_ and their arguments", path=True
+    )
+
+    @property
+    def given(self) -> bool:
+        """Whether there are loops besides those named in the data."""
+        return self.agent_loop_config_path is not None or self.default_agent_loop not in OWN_AGENTS
+
+
+OWN_AGENTS = ("single_turn_agent", "tool_agent")
+"""Agent loops that are conversations of `multi_turn`, unless a user's has their name."""
 DEFAULT_SEQUENCES = 1024
 """`max_num_seqs` where it is not given and does not follow from memory."""
 
@@ -171,8 +192,27 @@ class EngineConfig:
     enforce_eager: bool = key(False, "no CUDA graphs", used_if=(".name!=hf", "@gpu"))
     engine_kwargs: EngineKwargsConfig = section(EngineKwargsConfig, "extra arguments per engine")
     multi_turn: MultiTurnConfig = section(
-        MultiTurnConfig, "tools and several turns", used_if=".multi_turn.enable"
+        MultiTurnConfig,
+        "tools and several turns",
+        used_if=".multi_turn.enable or .agent.default_agent_loop!=single_turn_agent or .agent.agent_loop_config_path",
     )
+    agent: AgentConfig = section(AgentConfig, "agent loops")
+
+    @property
+    def converses(self) -> bool:
+        """Whether responses are conversations."""
+        return self.multi_turn.enable or self.agent.given
+
+    def agent_errors(self, name: str) -> Iterator[str]:
+        """What is wrong with conversations of the section called `name`."""
+        own, key = self.multi_turn, f"{name}.multi_turn"
+        if own.enable and not own.answers and not self.agent.given:
+            yield (
+                f"'{key}.enable' is True; it needs one of {key}.tools, environment, tool_server, mcp, user.path or "
+                f"user.base_url, or an agent loop ({name}.agent.default_agent_loop)"
+            )
+        if self.converses and self.ignore_eos:
+            yield f"'{name}.ignore_eos' is True, but turns must end ({key}); set it to False"
 
     @property
     def most_sequences(self) -> int:
@@ -201,7 +241,8 @@ class RolloutConfig(EngineConfig, LogProbConfig):
 
     def errors(self, name: str) -> Iterator[str]:
         """What is wrong within the section called `name`."""
-        return dedicated_gpu_errors(name, self.n_gpus_per_node, self.nnodes)
+        yield from dedicated_gpu_errors(name, self.n_gpus_per_node, self.nnodes)
+        yield from self.agent_errors(name)
 
 
 def engine_errors(name: str, engine: str, mode: str, kv_cache_dtype: str) -> Iterator[str]:

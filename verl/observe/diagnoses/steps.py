@@ -81,7 +81,7 @@ def rewards_failed(h: History) -> Seen | None:
     if not failed:
         return None
     timeout = h.config.reward.timeout_s
-    faulty = "the reward function" + ", environment or simulated user" * h.rollout.multi_turn.enable
+    faulty = "the reward function" + ", environment, agent loop or simulated user" * h.rollout.converses
     seen = f"{failed:g} responses got no score"
     fix = f"to fix {faulty} (rollouts/ has the errors), or reward.timeout_s={2 * timeout:g} (now {timeout:g})"
     return seen, fix
