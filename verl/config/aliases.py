@@ -51,7 +51,8 @@ class Row(NamedTuple):
     def says_nothing(self, value: Any) -> bool:
         """Whether a value leaves the key here at its default: no value, or a default of verl that means ours."""
         starts = [each[:-1] for each in self.default if isinstance(each, str) and each.endswith("*")]
-        nothing = (value is None and not self.alias) or (value in (None, []) and value in self.default)
+        nothing = value in (None, []) and value in self.default
+        nothing = nothing or (value is None and bool(self.unneeded or self.refused))
         return nothing or any(str(value).startswith(start) for start in starts)
 
     def is_default(self, value: Any) -> bool:

@@ -45,7 +45,7 @@ ATTENTION_NAMES = {
 
 # Where to look instead, by the parts of the names with which other versions ask for it.
 _RELATED_KEYS = {
-    "agents are set up in actor_rollout_ref.rollout.multi_turn": ("agent", "agent_loop", "interaction_config_path"),
+    "agents are set up in actor_rollout_ref.rollout.multi_turn": ("agent_loop", "interaction_config_path"),
     "generating ahead of training is set by trainer.async_training.mode": ("async", "async_mode"),
     "rows are conversations where they have the column data.messages_key": ("multiturn",),
     "a text inside another column needs a column of its own (data.prompt_key, data.response_key)": (

@@ -114,7 +114,7 @@ class Section:
         return getattr(self, name, default)
 
 
-class ConfigView(dict[str, Any]):
+class ConfigDict(dict[str, Any]):
     """A config as plug-ins written for verl read it: what it holds is an attribute, `config[name]` and `get(name)`."""
 
     @classmethod

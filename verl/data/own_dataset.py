@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from verl.config.keys import ConfigView
+from verl.config.keys import ConfigDict
 from verl.config.schema import DataConfig
 from verl.data.chat import ChatFormat
 from verl.data.files import Rows, read_rows
@@ -229,7 +229,7 @@ def own_rows(config: DataConfig, tokenizer: Any, *, training: bool) -> DatasetRo
     given = {
         "data_files": list(files),
         "tokenizer": tokenizer,
-        "config": ConfigView.of(config),
+        "config": ConfigDict.of(config),
         "processor": None,
         "max_samples": config.train_max_samples if training else config.val_max_samples,
     }

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.utils.data import Sampler
 
-from verl.config.keys import ConfigView
+from verl.config.keys import ConfigDict
 from verl.config.schema import DataConfig
 from verl.data.loader import BatchSource, EpochOrder, Loader
 from verl.data.own_dataset import import_class
@@ -136,7 +136,7 @@ def sampler_builder(config: DataConfig, dataset: Any) -> Callable[[], Any]:
 
     def build() -> Any:
         try:
-            built = kind(data_source=dataset, data_config=ConfigView.of(config))
+            built = kind(data_source=dataset, data_config=ConfigDict.of(config))
             len(built)
         except Exception as error:
             what = f"{type(error).__name__}: {error}{error_line(error)}"

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-from verl.config.keys import ConfigView
+from verl.config.keys import ConfigDict
 from verl.errors import RewardError
 from verl.reward.base import RewardSample
 from verl.reward.scorers import get_scorer, returns_details
@@ -67,7 +67,7 @@ class ManagerArguments:
     """What a reward manager written for verl is built with."""
 
     tokenizer: Any
-    config: ConfigView
+    config: ConfigDict
     function: FunctionSpec | None
     """The reward function; None: the scorers of the data sources."""
     max_response_length: int

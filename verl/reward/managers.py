@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from verl.config.keys import ConfigView
+from verl.config.keys import ConfigDict
 from verl.config.sections.reward import REWARD_MANAGERS, RewardConfig
 from verl.errors import ConfigError, RewardError
 from verl.processes import usable_cores
@@ -205,7 +205,7 @@ def of_class(
         called = FunctionSpec(custom.path, custom.name, dict(custom.reward_kwargs))
         check_file(called)
     given = ManagerArguments(
-        tokenizer, ConfigView.of(config or {"reward": reward_cfg}), called, arguments["max_response_length"]
+        tokenizer, ConfigDict.of(config or {"reward": reward_cfg}), called, arguments["max_response_length"]
     )
     path, name = str(manager.module.path), manager.name
     if manager.source != "importlib":
