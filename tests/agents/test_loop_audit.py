@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from verl.agents.loop_audit import Drawn, NotDrawn, check_log_probs, match_draws
+from verl.agents.loop_audit import Drawn, NotDrawn, check_contexts, check_log_probs, match_draws
 from verl.rollout.base import Response
 
 TEXTS = {1: "hel", 2: "lo", 3: "hello", 4: "!", 5: "bye", 9: "<end>"}
@@ -45,6 +45,15 @@ def test_a_draw_may_be_cut_at_its_end_or_left_out() -> None:
     assert spans([1, 2, 4, *TOOL, 5, 4, 9], [1, 1, 1, 0, 0, 1, 1, 1]) == [(0, 3, 0), (5, 3, 1)]
     assert spans([5, 4, 9], [1, 1, 1]) == [(0, 3, 1)]
     assert spans(WHOLE, [0] * 4 + MASK[4:]) == [(6, 3, 1)], "a turn that is read and not learned"
+
+
+def test_a_turn_that_was_drawn_after_other_tokens_is_refused() -> None:
+    check_contexts(PROMPT, WHOLE, match_draws(PROMPT, WHOLE, MASK, DRAWS, decode))
+    for ids, at in (([1, 2, 4, 9, 80, 5, 4, 9], 7), ([1, 2, 4, 9, 80, 82, 5, 4, 9], 7), ([5, 4, 9], 2)):
+        mask = [int(token < 10) for token in ids]
+        parts = match_draws(PROMPT, ids, mask, DRAWS, decode)
+        with pytest.raises(NotDrawn, match=f"differ from position {at} on"):
+            check_contexts(PROMPT, ids, parts)
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,20 @@ def match_draws(
     return matches[len(own)].parts
 
 
+def check_contexts(prompt_ids: Sequence[int], response_ids: Sequence[int], parts: Sequence[Part]) -> None:
+    """NotDrawn where the policy drew a turn after other tokens than the row has in front of it."""
+    for part in parts:
+        row, read = [*prompt_ids, *response_ids[: part.start]], part.draw.prompt_ids
+        if row != read:
+            pairs = enumerate(zip(row, read, strict=False))
+            at = next((at for at, (ours, drawn) in pairs if ours != drawn), min(len(row), len(read)))
+            raise NotDrawn(
+                f"the turn at response_ids[{part.start}] was drawn after {len(read)} tokens; the {len(row)} in front "
+                f"of it differ from position {at} on: return the ids that generate() was given, or set "
+                "rollout.multi_turn.history=split, which trains each turn after what it was drawn after"
+            )
+
+
 def check_log_probs(log_probs: Sequence[float], parts: Sequence[Part]) -> None:
     """NotDrawn where a token has another log-prob than the one it was drawn with."""
     for part in parts:

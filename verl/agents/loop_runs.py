@@ -32,7 +32,7 @@ from verl.agents.base import Message, ParsedTurn, ToolCall, ToolFailed, row_colu
 from verl.agents.configured import response_text
 from verl.agents.conversation import Conversation
 from verl.agents.hosted import Called, as_reward, finished, parameters_of
-from verl.agents.loop_audit import NotDrawn, Part, check_log_probs, match_draws
+from verl.agents.loop_audit import NotDrawn, Part, check_contexts, check_log_probs, match_draws
 from verl.config.sections.rollout import OWN_AGENTS, EngineConfig
 from verl.config.view import ConfigView
 from verl.errors import ConfigError, VerlError
@@ -385,6 +385,8 @@ class LoopServer:
         parts = match_draws(prompt, ids, mask, self.draws, lambda tokens: str(decode(list(tokens))))
         if not parts and (same is None or same.error is None):
             raise NotDrawn("it has no token with mask 1")
+        if not self.sampler.split:
+            check_contexts(prompt, ids, parts)
         if log_probs is not None:
             check_log_probs(log_probs, parts)
         if same is not None and (same.prompt_ids, same.token_ids, same.response_mask) == (prompt, ids, mask):
