@@ -23,6 +23,8 @@ LANGUAGES = {
     ".py": "python", ".sh": "bash", ".slurm": "bash", ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".toml": "toml",
 }  # fmt: skip
 _FENCE = re.compile(r"^(`{3,}|~{3,}).*?^\1[ \t]*$", re.MULTILINE | re.DOTALL)
+_UNTESTED = re.compile(r"^(```\w+) notest$", re.MULTILINE)
+"""A mark for the docs' tests; with it, Markdown does not see a block that begins."""
 _LINK = re.compile(r"(\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
 
 
@@ -56,6 +58,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     if page.file.src_uri.startswith(f"{FOLDER}/"):
         page.meta["search"] = {"boost": 0.3}
         return markdown  # was rewritten when it was made
+    markdown = _UNTESTED.sub(r"\1", markdown)
     return _rewritten(Path(config.docs_dir).parent, f"docs/{page.file.src_uri}", markdown)
 
 
