@@ -158,7 +158,9 @@ def test_a_conversation_whose_environment_cannot_answer_is_not_trained_on(train)
     (metrics,) = ran.rows
     assert metrics["reward/failed"] == 4 and metrics["tools/calls/all"] == metrics["tools/failed/all"] == 0
     (finding,) = [each for each in metrics["findings"] if each["rule"] == "rewards_failed"]
-    assert finding["try"].startswith("to fix the reward function, environment or simulated user (rollouts/")
+    assert finding["try"].startswith(
+        "to fix the reward function, environment, agent loop or simulated user (rollouts/"
+    )
 
 
 @pytest.mark.slow(seconds=1)

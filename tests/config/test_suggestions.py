@@ -60,7 +60,7 @@ def test_a_loss_and_an_estimator_in_the_place_of_the_other_are_told_apart(typed:
 @pytest.mark.parametrize(
     ("typed", "answer"),
     [
-        ("rollout.agent.loop=mine", "actor_rollout_ref.rollout.multi_turn"),
+        ("rollout.agent_loop=mine", "actor_rollout_ref.rollout.multi_turn"),
         ("trainer.async=one_step_off", "trainer.async_training.mode"),
     ],
 )
