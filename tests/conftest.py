@@ -137,13 +137,35 @@ def engine_tables() -> list[dict[str, Any]]:
     return [getattr(sys.modules[module], table) for module, table in found if module in sys.modules]
 
 
+def tables_of_objects() -> list[dict[str, Any]]:
+    """The tables of classes and functions that users add to, of the modules that are loaded."""
+    found = (
+        ("verl.agents.agent_loop", "_loops"),
+        ("verl.agents.formats", "_formats"),
+        ("verl.data.tasks", "_tasks"),
+        ("verl.observe.trackers", "_registered"),
+        ("verl.reward.managers", "CLASSES"),
+        ("verl.reward.managers", "FACTORIES"),
+        ("verl.reward.scorers", "REGISTERED"),
+    )
+    return [getattr(sys.modules[module], table) for module, table in found if module in sys.modules]
+
+
 @pytest.fixture(autouse=True)
 def forgotten_plugins() -> Iterator[None]:
     """What the plug-ins of a test registered is unknown to the next one, and their modules are imported again."""
     from verl.config.capabilities import ENGINES, STRATEGIES
 
     known = {*ENGINES, *STRATEGIES, *(name for table in engine_tables() for name in table)}
+    known_objects = {id(entry) for table in tables_of_objects() for entry in table.values()}
     yield
+    for table in tables_of_objects():
+        for name, entry in list(table.items()):
+            if id(entry) not in known_objects and not entry.__module__.startswith("verl."):
+                del table[name]
+    if loops := sys.modules.get("verl.agents.agent_loop"):
+        sys.modules["verl.agents.formats"]._parsers -= loops.ToolParser._registry.keys()
+        loops.ToolParser._registry.clear()
     for table in engine_tables():
         for name in set(table) - known:
             del table[name]
