@@ -331,7 +331,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path, job: M
         CheckpointManager(tmp_path).resume({"actor": wide})
     after = job.weights(wide)
     assert all(torch.equal(before[name], after[name]) for name in before)
-    with pytest.raises(CheckpointError, match="another model or LoRA setting"):
+    with pytest.raises(CheckpointError, match="another model, LoRA setting or optimiser"):
         CheckpointManager(tmp_path).resume({"actor": job.make_engine(lora_rank=2)})
 
 

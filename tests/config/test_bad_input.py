@@ -78,6 +78,8 @@ BAD = [
     (["data.train_batch_size=2", "trainer.n_gpus_per_node=4"], ["data.train_batch_size", "2 sequences for 4 ranks", "at least 4"]),
     # ranks
     (["rollout.name=vllm", "rollout.tensor_model_parallel_size=4"], ["tensor_model_parallel_size", "4", "does not divide", "Values that work: 1", "trainer.n_gpus_per_node=4"]),
+    (["actor.optim.name=muon", "actor.fsdp_config.offload_policy=True"], ["'actor_rollout_ref.actor.optim.name' is muon", "fsdp_config.offload_policy"]),
+    (["actor.optim.name=muon", "actor.optim.moments=int8"], ["'actor_rollout_ref.actor.optim.name' is muon", "'actor_rollout_ref.actor.optim.moments' to float32"]),
     (["trainer.n_gpus_per_node=4", "actor_rollout_ref.actor.fsdp_config.fsdp_size=3"], ["fsdp_size", "3", "-1 (all)", "1, 2, 4"]),
     (["rollout.n_gpus_per_node=2"], ["rollout.n_gpus_per_node", "rollout.nnodes", "both"]),
     # combinations

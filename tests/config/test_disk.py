@@ -53,6 +53,10 @@ def test_what_is_saved_and_how_is_counted() -> None:
     assert size(**GRPO, **{f"{ACTOR}.checkpoint.save_contents": ["model", "extra"]}) == 4 * N
     assert size(**GRPO, **{f"{ACTOR}.optim.moments": "int8"}) == (4 + 2) * N
     assert size("cuda", **GRPO, **{f"{ACTOR}.optim.stochastic_rounding": True}) == (2 + 8) * N
+    ends = SIZES.embedding + SIZES.head
+    muon = {f"{ACTOR}.optim.name": "muon"}
+    assert size(**GRPO, **muon) == (4 + 4) * N + 4 * ends, "AdamW's second moment is of the ends only"
+    assert size(**GRPO, **muon, **{f"{MODEL}.freeze_embeddings": True}) < size(**GRPO, **muon)
     adapters = SIZES.lora_parameters(8, ["all-linear"])
     assert size(**GRPO, **{f"{MODEL}.lora_rank": 8}) == 12 * adapters + 4 * (N + adapters)
     sft = from_dict(SFTConfig, {"model.path": "m/m", "data.train_files": "o/d"}, checked=False)

@@ -63,6 +63,7 @@ def refusal(**values: Any) -> str:
         ({f"{ACTOR}.megatron.sequence_parallel": True}, ["sequence_parallel' is True", "Set it to False"]),
         ({f"{MODEL}.lora_rank": 8}, [f"'{MODEL}.lora_rank' is 8", f"{ACTOR}.strategy=fsdp"]),
         ({f"{ACTOR}.use_torch_compile": True}, [f"'{ACTOR}.use_torch_compile'", "set it to False"]),
+        ({f"{ACTOR}.optim.name": "muon"}, [f"'{ACTOR}.optim.name' is muon", "set it to adamw"]),
         ({f"{ACTOR}.optim.moments": "int8"}, [f"'{ACTOR}.optim.moments' is int8", "Set it to float32"]),
         ({f"{ACTOR}.optim.stochastic_rounding": True}, [f"'{ACTOR}.optim.stochastic_rounding'", "to False"]),
         ({f"{MODEL}.use_remove_padding": False}, [f"'{MODEL}.use_remove_padding' is False", "leave it out"]),

@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
                 "algorithm.adv_estimator=gae",
                 "algorithm.use_kl_in_reward=True",
                 "algorithm.kl_ctrl.type=adaptive",
+                "actor_rollout_ref.actor.optim.name=muon",
             ),
             marks=pytest.mark.slow,
         ),

@@ -249,6 +249,19 @@ def small_moments(rank: int, world: int, folder: Path) -> dict[str, Any]:
     return result
 
 
+def muon(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    """Matrices of the layers have a momentum, the rest has moments; a rank holds its rows of both."""
+    role = {**ROLE, "optim.name": "muon"}
+    engine = conftest.make_engine(model=conftest.make_model(), role=role)
+    result = train(engine, rank, world)
+    state = engine.state()
+    momenta = state["optimizer"]["momentum"]
+    assert {"model.layers.0.mlp.up_proj.weight"} < set(momenta) and all("layers" in name for name in momenta)
+    assert not set(momenta) & set(state["optimizer"]["exp_avg"])
+    assert all(hasattr(value, "to_local") == (world > 1) for value in momenta.values())
+    return result
+
+
 def idle_rank(rank: int, world: int, folder: Path, without_copy: bool = False) -> dict[str, Any]:
     """Only the first rank gets prompts; then all train. Twice, so that the second time meets what the first left."""
     from verl.rollout.base import Request, SamplingParams
@@ -370,6 +383,7 @@ SCENARIOS = {
         kept_types,
         norm_of_halves,
         small_moments,
+        muon,
         idle_rank,
         idle_rank_without_copy,
         same_as_sharded,

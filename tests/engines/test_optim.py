@@ -11,6 +11,7 @@ from torch import nn
 
 from verl.engines import optim
 from verl.engines.adamw import Quantised, round_stochastically
+from verl.engines.muon import orthogonalised
 from verl.engines.optim import FIRST_LOSS_SCALE, MasterAdamW, Schedule
 from verl.errors import ConfigError
 
@@ -361,3 +362,54 @@ def test_a_norm_found_before_the_optimiser_was_moved_is_not_used():
     optimizer.move(torch.device("cpu"))
     (2 * param).sum().backward()
     assert optimizer.step()["grad_norm"] == pytest.approx(3 * 3**0.5)
+
+
+def muon(params, **options):
+    return MasterAdamW(
+        params.items(), schedule=Schedule(lr=0.02), weight_decay=0.1, matrices={"matrix"}, **options
+    )
+
+
+def test_muon_moves_matrices_as_torch_does_and_the_rest_by_adamw():
+    params, reference = parameters(), parameters()
+    optimizer = muon(params)
+    assert optimizer.rule.matrices == ["matrix"]
+    matrix = torch.optim.Muon(
+        [reference["matrix"]], lr=0.02, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+    )
+    vector = torch.optim.AdamW([reference["vector"]], lr=0.02, weight_decay=0.0)
+    run(optimizer, params)
+    generator = torch.Generator().manual_seed(9)
+    for _ in range(4):
+        target = {name: torch.randn(param.shape, generator=generator) for name, param in reference.items()}
+        sum(((p - target[name]) ** 2).sum() for name, p in reference.items()).backward()
+        for plain in (matrix, vector):
+            plain.step()
+            plain.zero_grad()
+    torch.testing.assert_close(params["matrix"], reference["matrix"], rtol=0, atol=1e-6)
+    torch.testing.assert_close(params["vector"], reference["vector"], rtol=1e-6, atol=1e-6)
+
+
+def test_muon_takes_each_matrix_of_a_stack_alone_and_orthogonalises():
+    stack = torch.randn(3, 16, 5, generator=torch.Generator().manual_seed(2))
+    for one, alone in zip(orthogonalised(stack), stack, strict=True):
+        torch.testing.assert_close(one, orthogonalised(alone))
+        values = torch.linalg.svdvals(one.float())
+        assert values.min() > 0.6 and values.max() < 1.3
+    assert torch.linalg.svdvals(stack[0]).max() > 3  # they were far from it
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_muon_continues_exactly_from_its_state(dtype):
+    params, other = parameters(dtype), parameters(dtype)
+    first, second = muon(params), muon(other)
+    run(first, params)
+    state = copy.deepcopy(first.state())
+    assert set(state["momentum"]) == {"matrix"} and set(state["exp_avg_sq"]) == {"vector"}
+    for name in other:
+        second.masters[name].data.copy_(first.masters[name])
+    second.write_back()
+    second.load_state(state)
+    run(first, params)
+    run(second, other)
+    assert all(torch.equal(first.masters[name], second.masters[name]) for name in params)

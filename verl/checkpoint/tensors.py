@@ -192,7 +192,8 @@ def check_fit(files: Iterable[Path], targets: Mapping[str, torch.Tensor], where:
     """Raise unless the files hold exactly these tensors, completely. Reads headers only."""
     known = saved_tensors(files)
     missing, surplus = sorted(set(targets) - set(known)), sorted(set(known) - set(targets))
-    advice = "The checkpoint belongs to another model or LoRA setting: check model.path and model.lora_rank"
+    keys = "optim.name, model.path and model.lora_rank"
+    advice = f"The checkpoint belongs to another model, LoRA setting or optimiser: check {keys}"
     if missing:
         raise CheckpointError(
             f"{where} lacks {len(missing)} of {len(targets)} tensors the model has, first {missing[0]!r}. {advice}"

@@ -342,6 +342,17 @@ def _shard_errors(plan: RunPlan) -> Iterator[str]:
     for role in plan.roles:
         shards = role.section.fsdp_config.fsdp_size
         sharded = strategy_spec(role.section.strategy).section == "fsdp_config"
+        section, name = (
+            (plan.config, "optim")
+            if isinstance(plan.config, OfflineConfig)
+            else (role.section, f"{role.key}.optim")
+        )
+        offloaded = sharded and role.section.fsdp_config.offload_policy
+        if offloaded and hasattr(section, "optim") and section.optim.name == "muon":
+            yield (
+                f"'{name}.name' is muon, which computes with whole matrices on the GPU, but "
+                f"'{role.key}.fsdp_config.offload_policy' keeps them in host memory; set one of them to its default"
+            )
         if sharded and shards != -1 and (not shards or world % shards):
             yield (
                 f"'{role.key}.fsdp_config.fsdp_size' is {shards}, which does not divide the {world} ranks. Values that "

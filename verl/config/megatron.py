@@ -51,6 +51,8 @@ def _checks(config: PPOConfig | OfflineConfig, role: ModelRole) -> Iterator[str]
     optim, name = (
         (config.optim, "optim") if isinstance(config, OfflineConfig) else (role.section.optim, f"{key}.optim")
     )
+    if optim.name != "adamw":
+        yield f"'{name}.name' is {optim.name}, but strategy=megatron has AdamW; set it to adamw, {fsdp}"
     if optim.moments != "float32":
         yield (
             f"'{name}.moments' is {optim.moments}; strategy=megatron splits float32 moments over data-parallel ranks. "

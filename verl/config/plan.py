@@ -275,9 +275,8 @@ class RunPlan:
             element = role.full_weights // role.parameters
             master = element if settings.optim.stochastic_rounding else 4
             alike = master == element and not model.lora_rank and "model" in contents
-            moments = 2 if settings.optim.moments == "int8" else 8
             total += saved * master if "model" in contents else 0
-            total += role.trained * moments if "optimizer" in contents else 0
+            total += role.moments if "optimizer" in contents else 0
             total += (
                 role.full_weights if "hf_model" in contents and not (alike and self.world_size == 1) else 0
             )

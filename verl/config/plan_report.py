@@ -150,7 +150,7 @@ def _memory_rows(plan: RunPlan) -> list[tuple[str, str, str]]:
         trained = "" if role.trained in (0, role.parameters) else f", {role.trained:,} of them trained"
         lines.append((f"{role.role}: weights", gib(role.weights), f"{role.parameters:,} parameters{trained}"))
         if role.trained:
-            copies = "two moments and a float32 copy" if role.master_copy else "two moments"
+            copies = "moments and a float32 copy" if role.master_copy else "moments"
             lines.append((f"{role.role}: gradients", gib(role.gradients), "summed in float32"))
             lines.append((f"{role.role}: optimiser", gib(role.optimiser), copies))
             phase = next(phase for phase in memory.phases if phase.name == f"update {role.role}")

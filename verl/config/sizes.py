@@ -163,6 +163,7 @@ class RoleMemory:
     weights: int
     gradients: int = 0
     optimiser: int = 0
+    moments: int = 0  # on all ranks together
     full_weights: int = 0  # of the unsharded model, which generating needs
     activations_per_token: int = 0
     master_copy: bool = False  # the optimiser keeps a float32 copy of 16-bit weights
@@ -234,8 +235,10 @@ def _trained(role: ModelRole, sizes: ModelSizes, optim: Any, plan: RunPlan) -> R
         parameters += trained
     elif model.freeze_embeddings:
         trained -= sizes.embedding
-    moments = 2 if optim.moments == "int8" else 8
     master = 0 if element == 4 or optim.stochastic_rounding else 4
+    moments = trained * optim.state_bytes
+    if optim.name == "muon" and model.lora_rank == 0:  # the other weights have two of AdamW
+        moments += 4 * (sizes.head + (0 if model.freeze_embeddings else sizes.embedding))
     on_device = 0 if kind == "cuda" and full_shards and section.fsdp_config.offload_policy else 1
     if not full_shards:
         dense, experts = sizes.stage_weights(layout, value_head)
@@ -253,7 +256,8 @@ def _trained(role: ModelRole, sizes: ModelSizes, optim: Any, plan: RunPlan) -> R
         trained=trained,
         weights=on_device * held * element,
         gradients=on_device * summed * 4,
-        optimiser=on_device * updated * (moments + master),
+        optimiser=on_device * (moments * updated // trained + updated * master),
+        moments=moments,
         full_weights=parameters * element,
         master_copy=master > 0,
         activations_per_token=activation_bytes(

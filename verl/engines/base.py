@@ -81,7 +81,7 @@ class TrainState(TypedDict):
 
     model: dict[str, torch.Tensor]
     optimizer: dict[str, Any]
-    """By kind (`exp_avg`, `exp_avg_sq`, `step`), then by parameter name; empty without an optimiser."""
+    """By kind (`exp_avg`, `exp_avg_sq`, `step`, `momentum`), then by parameter name; empty without an optimiser."""
     scheduler: dict[str, int]
     extra: dict[str, Any]
 

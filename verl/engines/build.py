@@ -113,7 +113,13 @@ def assemble(
     optimizer = graphs = None
     if settings.schedule is not None:
         trained = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
-        optimizer = MasterAdamW(trained, external=external, **settings.optimizer_options())
+        matrices = None
+        if settings.role.optim.name == "muon":
+            from verl.engines.muon import hidden_matrices
+
+            hidden = hidden_matrices(layers)
+            matrices = {name for name, param in trained if id(param) in hidden}
+        optimizer = MasterAdamW(trained, external=external, matrices=matrices, **settings.optimizer_options())
         same_dtype = all(param.dtype == settings.dtype for _, param in trained)
         if mesh is None and packed and same_dtype and _captures(settings):
             from verl.engines.backbone_graphs import MEMORY_SHARE, BackboneGraphs

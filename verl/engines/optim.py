@@ -1,4 +1,4 @@
-"""The optimiser of one rank: AdamW over float32 master weights, whatever the precision of the parameters.
+"""The optimiser of one rank: AdamW or Muon over float32 master weights, whatever the precision of the parameters.
 
 Updates, moments and sums of gradients over micro-batches are float32. A float32 parameter is its own master; a
 half-precision one is overwritten in place after each step, so that every user of the tensor (the native rollout
@@ -9,9 +9,9 @@ trade some of this for memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,6 +20,9 @@ from torch.utils.hooks import RemovableHandle
 from verl.engines.adamw import AdamWOptions, LowMemoryAdamW, OnePassAdamW, TorchAdamW, local, move_state
 from verl.errors import ConfigError
 from verl.models.kernels import triton_fault
+
+if TYPE_CHECKING:
+    from verl.engines.muon import Muon
 
 FIRST_LOSS_SCALE = 2.0**12
 GROW_EVERY = 1000
@@ -142,8 +145,11 @@ class MasterAdamW:
         seed: int = 0,
         scale_loss: bool = False,
         external: torch.optim.Optimizer | None = None,
+        matrices: Collection[str] | None = None,
+        momentum: float = 0.95,
     ) -> None:
-        """`external`: a user's optimiser, which replaces AdamW and `schedule`."""
+        """`external`: a user's optimiser, which replaces AdamW and `schedule`. `matrices`: what Muon moves, with this
+        `momentum`; None: nothing."""
         self.schedule = schedule
         self.grad_clip = grad_clip
         self.step_count = 0
@@ -164,9 +170,13 @@ class MasterAdamW:
         if scale_loss:
             self.loss_scale = FIRST_LOSS_SCALE
         options = AdamWOptions(weight_decay, betas, eps)
-        self.rule: TorchAdamW | OnePassAdamW | LowMemoryAdamW | ExternalOptimizer
+        self.rule: TorchAdamW | OnePassAdamW | LowMemoryAdamW | Muon | ExternalOptimizer
         if external is not None:
             self.rule = ExternalOptimizer(external, self.params)
+        elif matrices is not None:
+            from verl.engines.muon import Muon
+
+            self.rule = Muon(self.masters, matrices, options, momentum)
         elif moments != "float32" or stochastic_rounding:
             self.rule = LowMemoryAdamW(self.masters, options, int8=moments == "int8", seed=seed)
         # Every parameter half precision, not sharded, contiguous and on a GPU where our kernels work.
@@ -318,16 +328,18 @@ class MasterAdamW:
         """Moments by kind and parameter name; the masters are in the engine's `model` entry."""
         if isinstance(self.rule, ExternalOptimizer):
             return {"external": self.rule.optimizer.state_dict()}
-        states = {name: self.rule.state(name) for name in self.masters}
-        keys = ("exp_avg", "exp_avg_sq", "step")
-        return {key: {name: state[key].detach() for name, state in states.items()} for key in keys}
+        kinds: dict[str, dict[str, torch.Tensor]] = {}
+        for name in self.masters:
+            for kind, value in self.rule.state(name).items():
+                kinds.setdefault(kind, {})[name] = value.detach()
+        return kinds
 
     def load_state(self, state: dict[str, Any]) -> None:
         if isinstance(self.rule, ExternalOptimizer):
             self.rule.optimizer.load_state_dict(state["external"])
             return
         for name in self.masters:
-            self.rule.load(name, {key: values[name] for key, values in state.items()})
+            self.rule.load(name, {kind: values[name] for kind, values in state.items() if name in values})
 
     def bytes_to_allocate(self, kind: str, moments_on_host: bool) -> int:
         """What the optimiser will still allocate on the device besides a pass of `kind` ("train" or "forward"): moments

@@ -81,6 +81,7 @@ class EngineSettings:
             "weight_decay": float(optim.weight_decay),
             "betas": (float(optim.betas[0]), float(optim.betas[1])),
             "eps": float(optim.eps),
+            "momentum": float(optim.momentum),
             "grad_clip": float(self.role.grad_clip),
             "moments": optim.moments,
             "stochastic_rounding": bool(optim.stochastic_rounding),

@@ -55,8 +55,11 @@ class ModelConfig:
 
 @dataclass
 class OptimConfig:
-    """AdamW and its schedule."""
+    """The optimiser and its schedule."""
 
+    name: str = key(
+        "adamw", "muon: for the matrices of the layers, AdamW for the rest", known=("adamw", "muon")
+    )
     lr: float = key(1e-6, "learning rate after warm-up", ge=0)
     weight_decay: float = key(0.01, "decoupled weight decay", ge=0)
     betas: list[float] = key([0.9, 0.999], "decay of the first and second moment", ge=0, le=1)
@@ -65,15 +68,26 @@ class OptimConfig:
     lr_warmup_steps: int = key(-1, "optimiser steps of linear warm-up; -1: take lr_warmup_steps_ratio", ge=-1)
     lr_warmup_steps_ratio: float = key(0.0, "warm-up as a share of all optimiser steps", ge=0, le=1)
     min_lr_ratio: float = key(0.0, "final share of lr", ge=0, le=1, used_if=".lr_scheduler_type!=constant")
+    momentum: float = key(0.95, "of Muon", ge=0, le=1, used_if=".name=muon")
     moments: str = key("float32", "storage of the moments; int8 saves memory", known=("float32", "int8"))
     stochastic_rounding: bool = key(
         False, "update 16-bit weights without float32 master copies", used_if="@16bit"
     )
 
+    @property
+    def state_bytes(self) -> int:
+        """For each weight, besides master weights; those that Muon leaves to AdamW have more."""
+        return 4 if self.name == "muon" else 2 if self.moments == "int8" else 8
+
     def errors(self, name: str) -> Iterator[str]:
         """What is wrong within the section called `name`."""
         if len(self.betas) != 2 or max(self.betas) >= 1:
             yield f"'{name}.betas' is {self.betas}; it must be two numbers of at least 0 and below 1"
+        if self.name == "muon" and (self.moments != "float32" or self.stochastic_rounding):
+            yield (
+                f"'{name}.name' is muon, whose momentum and master weights are float32; set '{name}.moments' to "
+                f"float32 and '{name}.stochastic_rounding' to False, or '{name}.name' to adamw"
+            )
         if self.lr_warmup_steps >= 0 and self.lr_warmup_steps_ratio > 0:
             yield (
                 f"'{name}.lr_warmup_steps' is {self.lr_warmup_steps} and '{name}.lr_warmup_steps_ratio' is "
@@ -83,7 +97,7 @@ class OptimConfig:
 
 @dataclass
 class SFTOptimConfig(OptimConfig):
-    """AdamW for supervised fine-tuning."""
+    """The optimiser for supervised fine-tuning."""
 
     lr: float = key(1e-5, "learning rate after warm-up", ge=0)
     grad_clip: float = key(1.0, "largest gradient norm; 0: no clipping", ge=0)
