@@ -47,10 +47,6 @@ ATTENTION_NAMES = {
 _RELATED_KEYS = {
     "agents are set up in actor_rollout_ref.rollout.multi_turn": ("agent_loop", "interaction_config_path"),
     "generating ahead of training is set by trainer.async_training.mode": ("async", "async_mode"),
-    "rows are conversations where they have the column data.messages_key": ("multiturn",),
-    "a text inside another column needs a column of its own (data.prompt_key, data.response_key)": (
-        "prompt_dict_keys", "response_dict_keys",
-    ),
 }  # fmt: skip
 # What another role's model takes from the actor's while its path is not given: it is then the same model.
 _MODEL_FOLLOWS = (
