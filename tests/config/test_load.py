@@ -196,12 +196,14 @@ def test_the_engine_keys_of_verls_fine_tuning_are_ours(caplog: pytest.LogCapture
         "engine.context_parallel_size=1", "engine.use_mbridge=True", "trainer.n_gpus_per_node=2",
         "engine.override_transformer_config.recompute_granularity=full",
         "engine.override_transformer_config.recompute_method=uniform", "data.micro_batch_size=8",
+        "trainer.test_freq=after_each_epoch",
     ]  # fmt: skip
     config = load_sft_config(given)
     assert (config.model.strategy, config.model.megatron.tensor_model_parallel_size) == ("megatron", 2)
     assert (config.model.enable_gradient_checkpointing, config.data.micro_batch_size_per_gpu) == (True, 4)
     assert config.optim.min_lr_ratio == pytest.approx(0.1) and config.optim.lr_scheduler_type == "cosine"
     assert "accepted without effect: data.multiturn.enable" in caplog.text
+    assert config.trainer.test_freq == 0
     for wrong, says in (
         ("engine=veomni", "Known: fsdp"),
         ("engine.param_offload=True", "set model.fsdp_config.param_offload or"),

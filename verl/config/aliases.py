@@ -4,8 +4,8 @@
 (`refused`), and verl's own default, which says nothing. A name covers those below it; `*` stands for any text and, in
 an alias, for the same text. An alias holds for every command that has its key, the other rows for reinforcement
 learning (those of `reward.` also for evaluation, that of `hydra` everywhere) or, with `sft`, for training on given
-answers. A `group` of Hydra is the name alone and covers nothing below it. A key of ours has a row where verl has another
-default, or other names for some of its `values`. The names of `async_training` are applied to all sources
+answers. A `group` of Hydra is the name alone and covers nothing below it. A key of ours has a row where verl has
+another default, or other names for some of its `values`. The names of `async_training` are applied to all sources
 together.
 """
 
@@ -183,7 +183,7 @@ def resolve_aliases(kind: type, tree: dict[str, Any]) -> Names:
         theirs = ours = full_name(kind, name)
         if ours in schema_keys(kind):
             row = verl_names().get(ours)
-            row = None if row is None or row.sft else row
+            row = row if row is not None and issubclass(kind, OfflineConfig if row.sft else object) else None
         else:
             row, other = _row_of(kind, ours) or (None, "")
             ours = other or ours

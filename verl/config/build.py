@@ -263,8 +263,9 @@ def _best_checkpoint(config: OfflineConfig) -> None:
     """What is the best, and how many are kept beside it."""
     trainer, patience = config.trainer, config.trainer.early_stop_patience
     # A checkpoint that is not validated cannot be the best.
-    validated = trainer.test_freq > 0 and (
-        trainer.save_freq < 1 or trainer.save_freq % trainer.test_freq == 0
+    validated = trainer.test_freq >= 0 and (
+        trainer.save_freq in (-1, trainer.test_freq)
+        or (trainer.save_freq > 0 < trainer.test_freq and trainer.save_freq % trainer.test_freq == 0)
     )
     if "trainer.keep_best" not in config.user_set and config.data.val_files and (patience or validated):
         trainer.keep_best = "val/loss"
