@@ -186,12 +186,33 @@ def test_a_fine_tuning_command_of_verl_is_taken_with_a_notice_for_each_older_nam
         ("data.multiturn.messages_key", "data.messages_key"),
     ):
         assert f"'{old}' is read as '{new}'" in caplog.text
-    for key, says in (
-        ("data.multiturn.enable", "messages_key"),
-        ("data.prompt_dict_keys", "column of its own"),
+
+
+def test_the_engine_keys_of_verls_fine_tuning_are_ours(caplog: pytest.LogCaptureFixture) -> None:
+    given = [
+        "model=hf_model", "model.path=org/m", "data.train_files=x.parquet", "data.pad_mode=no_padding",
+        "data.multiturn.enable=true", "engine=megatron", "optim=megatron", "optim.lr=1e-5", "optim.min_lr=1e-6",
+        "optim.lr_decay_style=cosine", "optim.lr_warmup_init=0", "engine.tensor_model_parallel_size=2",
+        "engine.context_parallel_size=1", "engine.use_mbridge=True", "trainer.n_gpus_per_node=2",
+        "engine.override_transformer_config.recompute_granularity=full",
+        "engine.override_transformer_config.recompute_method=uniform", "data.micro_batch_size=8",
+        "trainer.test_freq=after_each_epoch",
+    ]  # fmt: skip
+    config = load_sft_config(given)
+    assert (config.model.strategy, config.model.megatron.tensor_model_parallel_size) == ("megatron", 2)
+    assert (config.model.enable_gradient_checkpointing, config.data.micro_batch_size_per_gpu) == (True, 4)
+    assert config.optim.min_lr_ratio == pytest.approx(0.1) and config.optim.lr_scheduler_type == "cosine"
+    assert "accepted without effect: data.multiturn.enable" in caplog.text
+    assert config.trainer.test_freq == 0
+    for wrong, says in (
+        ("engine=veomni", "Known: fsdp"),
+        ("engine.param_offload=True", "set model.fsdp_config.param_offload or"),
+        ("engine.nothing=1", "unknown key 'engine.nothing'"),
+        ("optim.nothing=1", "unknown key 'optim.nothing'"),
+        ("optim.lr_warmup_init=1e-6", "the rate rises from 0"),
     ):
-        with pytest.raises(ConfigError, match=rf"unknown key '{key}'.*{says}"):
-            from_dict(SFTConfig, {"model.path": "org/m", "data.train_files": "x.parquet", key: True})
+        with pytest.raises(ConfigError, match=says):
+            load_sft_config([*given, wrong])
 
 
 def test_removing_a_key_goes_back_to_its_default(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def refusal(**values: Any) -> str:
         ({f"{ACTOR}.{TP}": 3}, [f"{TP} 3 = 3 ranks", "1, 2, 4, 8", "or 3 ranks"]),
         ({f"{ACTOR}.{CP}": 2, f"{ACTOR}.{ULYSSES}": 8}, [f"{CP} 2 x {ULYSSES} 8 = 16"]),
         ({f"{ACTOR}.strategy": "fsdp", f"{ACTOR}.{ULYSSES}": 3}, [f"{ULYSSES} 3 = 3 ranks"]),
-        ({f"{ACTOR}.{TP}": 4, f"{ACTOR}.{EP}": 4}, [f"'{ACTOR}.{EP}' is 4", "the 2 ranks", "1, 2"]),
+        ({f"{ACTOR}.{PP}": 2, f"{ACTOR}.{EP}": 8}, [f"'{ACTOR}.{EP}' is 8", "the 4 ranks", "1, 2, 4"]),
         ({f"{ACTOR}.megatron.sequence_parallel": True}, ["sequence_parallel' is True", "Set it to False"]),
         ({f"{MODEL}.lora_rank": 8}, [f"'{MODEL}.lora_rank' is 8", f"{ACTOR}.strategy=fsdp"]),
         ({f"{ACTOR}.use_torch_compile": True}, [f"'{ACTOR}.use_torch_compile'", "set it to False"]),
@@ -135,7 +135,6 @@ MOE = {"model_type": "qwen3_moe", "num_experts": 12, "num_attention_heads": 8, "
         ({"num_hidden_layers": 6}, {PP: 4}, [f"{PP}' is 4", "6 layers", "1, 2, 3, 6"]),
         ({}, {EP: 2}, [f"{EP}' is 2", "has no experts", "set it to 1"]),
         (MOE, {EP: 8}, [f"{EP}' is 8", "12 experts", "4, 6, 12"]),
-        (MOE, {TP: 2}, [f"{TP}' is 2", "set it to 1", f"{ACTOR}.{EP}"]),
         ({"model_type": "gemma2"}, {}, ["model type gemma2", "llama, mistral, qwen2, qwen3, qwen3_moe, mixtral"]),
         ({"quantization_config": {"quant_method": "fp8"}}, {}, ["quantised weights", f"{ACTOR}.strategy=fsdp"]),
         ({"num_attention_heads": 12}, {"strategy": "fsdp", ULYSSES: 8}, [f"{ULYSSES}' is 8", "12 attention heads"]),
@@ -157,6 +156,7 @@ def test_what_fits_the_model_passes(model_folder: Make) -> None:
     fits = [
         ({}, {TP: 2, PP: 2, CP: 2}),
         (MOE, {PP: 2, EP: 4}),
+        (MOE, {TP: 4, EP: 4}),  # experts are split over the ranks that split matrices, too
         ({"model_type": "gemma2"}, {"strategy": "fsdp2", ULYSSES: 4}),
     ]
     for model, values in fits:
@@ -218,6 +218,10 @@ def test_fine_tuning_counts_groups_of_ranks(model_folder: Make) -> None:
         (
             {"model_type": "mixtral", "num_local_experts": 4, "num_hidden_layers": 2, "num_experts_per_tok": 2},
             Layout(dp=4, pp=2, ep=4),
+        ),
+        (
+            {"model_type": "mixtral", "num_local_experts": 4, "num_hidden_layers": 2, "num_experts_per_tok": 2},
+            Layout(tp=2, dp=2, ep=4),
         ),
     ],
 )  # fmt: skip

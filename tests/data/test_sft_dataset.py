@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -46,6 +47,21 @@ def test_an_end_token_that_is_there_is_not_doubled(tokenizer: Any) -> None:
     assert (
         split(tokenizer, build(tokenizer, {"prompt": "q", "response": "4<|im_end|>"})[0])[1] == "4<|im_end|>"
     )
+
+
+def test_texts_inside_another_column(tokenizer: Any) -> None:
+    info = {"question": "2+2=", "solution": {"answer": "4"}}
+    keys = {
+        "prompt_key": "info",
+        "prompt_dict_keys": ["question"],
+        "response_key": "info",
+        "response_dict_keys": ["solution", "answer"],
+    }
+    plain = build(tokenizer, {"prompt": "2+2=", "response": "4"})[0]
+    for given in (info, json.dumps(info)):
+        assert build(tokenizer, {"info": given}, **keys)[0].input_ids.tolist() == plain.input_ids.tolist()
+    with pytest.raises(DataError, match=r"'info' of .*row 1.* has no 'answer'"):
+        build(tokenizer, {"info": info}, {"info": {"question": "q", "solution": {}}}, **keys)
 
 
 def test_prompt_messages_are_templated(tokenizer: Any) -> None:

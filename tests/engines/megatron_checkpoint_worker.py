@@ -30,6 +30,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, int]]] = {
     "half": ("actor", {"architecture": "llama"}, {"dtype": "bfloat16"}, {PIPELINE: 2}),
     "critic": ("critic", {"architecture": "qwen2"}, {}, {TENSOR: 2}),
     "mixture": ("actor", {"architecture": "qwen3_moe"}, {}, {PIPELINE: 2, EXPERT: 2}),
+    "split_mixture": ("actor", {"architecture": "qwen3_moe"}, {}, {TENSOR: 2, EXPERT: 4}),
     "frozen": ("actor", {"architecture": "qwen2"}, {"freeze_embeddings": True}, {PIPELINE: 2}),
 }
 

@@ -179,8 +179,8 @@ def critics(rank: int, world: int, folder: Path) -> dict[str, Any]:
 
 def mixtures(rank: int, world: int, folder: Path) -> dict[str, Any]:
     """Experts are read by the ranks that have them, and come out one by one as they are in the files."""
-    layout = Layout(dp=2, ep=2, pp=world // 2)
-    for name in ("qwen3_moe", "mixtral"):
+    layouts = {"qwen3_moe": Layout(dp=2, ep=2, pp=world // 2), "mixtral": Layout(tp=2, ep=2, pp=world // 2)}
+    for name, layout in layouts.items():
         files = load_file(folder / name / "model.safetensors")
         hf, stage, table = open_stage(folder / name, layout)
         assert sum(place.expert for place in table) >= 2 and not any(

@@ -149,6 +149,11 @@ CASES: dict[str, tuple[int, str, dict[str, int], str, dict[str, Any]]] = {
     "llama_cp4": (4, "actor", {"cp": 2, "sp": 2}, "llama", {}),
     "critic_tp2_pp2": (4, "critic", {"tp": 2, "pp": 2}, "llama", {}),
     "recomputed_pp2_cp2": (4, "actor", {"pp": 2, "cp": 2}, "qwen2", {"enable_gradient_checkpointing": True}),
+    "mixture_tp2": (2, "actor", {"tp": 2}, "qwen3_moe", {}),
+    "mixture_tp2_ep2": (2, "actor", {"tp": 2, "ep": 2}, "qwen3_moe", {"enable_gradient_checkpointing": True}),
+    "mixture_tp2_dp2_ep2": (4, "actor", {"tp": 2, "ep": 2}, "qwen3_moe", {}),
+    "mixture_tp2_dp2_ep4": (4, "actor", {"tp": 2, "ep": 4}, "qwen3_moe", {}),
+    "mixture_tp2_pp2_ep2": (4, "actor", {"tp": 2, "pp": 2, "ep": 2}, "qwen3_moe", {}),
     "mixture_ep2": (2, "actor", {"ep": 2}, "qwen3_moe", {}),
     "mixture_pp2_ep2": (4, "actor", {"pp": 2, "ep": 2}, "qwen3_moe", {}),
 }

@@ -90,6 +90,14 @@ def test_a_run_whose_checkpoints_have_exported_weights_only_resumes_from_them(mo
         assert found[name] == pytest.approx(expected[name], rel=1e-6)
 
 
+def test_after_each_epoch_is_every_fourth_step_here(run, model, data, tmp_path):
+    often = ("trainer.test_freq=after_each_epoch", "trainer.save_freq=after_each_epoch")
+    found = train(model, data, tmp_path / "epochs", *often)
+    assert metrics(found.folder) == metrics(run.folder)
+    steps = [sorted(path.name for path in out.folder.glob("global_step_*")) for out in (run, found)]
+    assert steps[0] == steps[1] != []
+
+
 def test_loss_falls_on_training_and_validation_rows(run):
     lines = metrics(run.folder)
     assert [line["step"] for line in lines] == list(range(1, 9))

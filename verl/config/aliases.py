@@ -3,7 +3,8 @@
 `verl_names.json` has a row for each: the key here (`alias`), why none is needed (`unneeded`) or what to use instead
 (`refused`), and verl's own default, which says nothing. A name covers those below it; `*` stands for any text and, in
 an alias, for the same text. An alias holds for every command that has its key, the other rows for reinforcement
-learning (those of `reward.` also for evaluation, that of `hydra` everywhere). A key of ours has a row where verl has
+learning (those of `reward.` also for evaluation, that of `hydra` everywhere) or, with `sft`, for training on given
+answers. A `group` of Hydra is the name alone and covers nothing below it. A key of ours has a row where verl has
 another default, or other names for some of its `values`. The names of `async_training` are applied to all sources
 together.
 """
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple
 from verl.config.build import finite_number
 from verl.config.capabilities import engine_spec
 from verl.config.keys import schema_keys, sections
-from verl.config.schema import ActorConfig, PPOConfig
+from verl.config.schema import ActorConfig, OfflineConfig, PPOConfig
 from verl.config.sources import get_path, leaves, resolve, set_path, take_path
 from verl.errors import ConfigError
 from verl.json_input import read_json
@@ -47,6 +48,10 @@ class Row(NamedTuple):
     values: Mapping[str, Any] = {}
     per_gpu: bool = False
     """The value counts over all GPUs, that of the alias for one."""
+    share_of: str = ""
+    """The alias is the value divided by this key."""
+    sft: bool = False
+    group: bool = False
 
     def says_nothing(self, value: Any) -> bool:
         """Whether a value leaves the key here at its default: no value, or a default of verl that means ours."""
@@ -85,7 +90,10 @@ def _pattern(name: str) -> re.Pattern[str]:
 
 @cache
 def _patterns() -> list[tuple[re.Pattern[str], Row]]:
-    return [(re.compile(_pattern(row.name).pattern + r"(\..+)?"), row) for row in verl_names().values()]
+    return [
+        (re.compile(_pattern(row.name).pattern + (r"()" if row.group else r"(\..+)?")), row)
+        for row in verl_names().values()
+    ]
 
 
 def _filled(name: str, parts: Iterable[str]) -> str:
@@ -102,7 +110,8 @@ def _row_of(kind: type, name: str) -> tuple[Row, str] | None:
             continue
         if not row.alias:
             about_rewards = row.name.startswith("reward.") and "reward" in sections(kind)
-            if issubclass(kind, PPOConfig) or about_rewards or row.name == "hydra":
+            holds = issubclass(kind, OfflineConfig if row.sft else PPOConfig)
+            if holds or about_rewards or row.name == "hydra":
                 return row, ""
             continue
         *parts, below = found.groups()
@@ -174,12 +183,13 @@ def resolve_aliases(kind: type, tree: dict[str, Any]) -> Names:
         theirs = ours = full_name(kind, name)
         if ours in schema_keys(kind):
             row = verl_names().get(ours)
+            row = row if row is not None and issubclass(kind, OfflineConfig if row.sft else object) else None
         else:
             row, other = _row_of(kind, ours) or (None, "")
             ours = other or ours
         default = row is not None and row.is_default(value)
         key = schema_keys(kind).get(ours)
-        if row and (row.per_gpu or row.unneeded or row.refused):
+        if row and (row.per_gpu or row.share_of or row.unneeded or row.refused):
             take_path(tree, path)
             names.unread[theirs] = Unread(name, row, ours, value)
         elif value == "???" or (value in (None, {}) and not key) or (row and row.says_nothing(value)):
@@ -256,7 +266,13 @@ def apply_unread(
     notices, problems = [], []
     without_effect: dict[str, list[str]] = {}
     unread = {name: each for name, each in unread.items() if not each.row.is_default(each.value)}
+    context = list(context)
     values = resolve({"unread": {name: each.value for name, each in unread.items()}}, context)["unread"]
+
+    def value_of(name: str) -> Any:
+        given = get_path(tree, name)
+        return get_path(context[0], name) if given is None else given
+
     for name, (typed, row, ours, _) in unread.items():
         value = values[name]
         if row.is_default(value):
@@ -265,6 +281,11 @@ def apply_unread(
             problems.append(f"'{typed}' is {value!r}, which is not available: {row.refused}")
         elif row.unneeded:
             without_effect.setdefault(row.unneeded, []).append(typed)
+        elif row.share_of:
+            whole = _number(row.share_of, value_of(row.share_of), 0.0, "a number, at least 0")
+            share = _number(typed, value, 0.0, "a number, at least 0") / whole if whole else 0.0
+            _move(tree, ours, share, typed)
+            notices.append(_is_read_as(typed, value, ours, share))
         else:
             size = max(1, int(_number(typed, value, 1.0, "a whole number, at least 1")) // _gpus(tree))
             _move(tree, ours, size, typed)

@@ -47,10 +47,6 @@ ATTENTION_NAMES = {
 _RELATED_KEYS = {
     "agents are set up in actor_rollout_ref.rollout.multi_turn": ("agent_loop", "interaction_config_path"),
     "generating ahead of training is set by trainer.async_training.mode": ("async", "async_mode"),
-    "rows are conversations where they have the column data.messages_key": ("multiturn",),
-    "a text inside another column needs a column of its own (data.prompt_key, data.response_key)": (
-        "prompt_dict_keys", "response_dict_keys",
-    ),
 }  # fmt: skip
 # What another role's model takes from the actor's while its path is not given: it is then the same model.
 _MODEL_FOLLOWS = (
@@ -267,8 +263,9 @@ def _best_checkpoint(config: OfflineConfig) -> None:
     """What is the best, and how many are kept beside it."""
     trainer, patience = config.trainer, config.trainer.early_stop_patience
     # A checkpoint that is not validated cannot be the best.
-    validated = trainer.test_freq > 0 and (
-        trainer.save_freq < 1 or trainer.save_freq % trainer.test_freq == 0
+    validated = trainer.test_freq >= 0 and (
+        trainer.save_freq in (-1, trainer.test_freq)
+        or (trainer.save_freq > 0 < trainer.test_freq and trainer.save_freq % trainer.test_freq == 0)
     )
     if "trainer.keep_best" not in config.user_set and config.data.val_files and (patience or validated):
         trainer.keep_best = "val/loss"

@@ -194,7 +194,7 @@ def _offline_errors(config: OfflineConfig, plan: RunPlan) -> Iterator[str]:
         )
     needed = {
         "data.val_files, rows to validate on": config.data.val_files,
-        "trainer.test_freq, the steps between validations": trainer.test_freq > 0,
+        "trainer.test_freq, the steps between validations": trainer.test_freq >= 0,
         "trainer.keep_best, a metric of validation such as val/loss": trainer.keep_best,
     }
     missing = [name for name, given in needed.items() if not given]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from verl.config.capabilities import StrategySpec, declare_strategy
-from verl.config.parallelism import closest, divisors
+from verl.config.parallelism import divisors
 from verl.config.roles import ModelRole
 from verl.config.run_checks import indivisible
 from verl.config.schema import OfflineConfig, PPOConfig
@@ -86,11 +86,6 @@ def _fits(role: ModelRole, model: Mapping[str, Any]) -> Iterator[str]:
         if layout.ep > 1:
             yield f"'{key}.{_EP}' is {layout.ep}, but the model ({kind}) has no experts; set it to 1"
         return
-    if layout.tp > 1:
-        yield (
-            f"'{key}.{_TP}' is {layout.tp}, but the model ({kind}) has experts, which are not split by matrices; set "
-            f"it to 1 and split them by {key}.{_EP}, e.g. {closest(divisors(experts), layout.tp)}"
-        )
     if experts % layout.ep:
         yield indivisible(f"{key}.{_EP}", layout.ep, experts, "experts")
 

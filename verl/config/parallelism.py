@@ -22,7 +22,7 @@ class Layout:
 
     Rank = tp + TP * (cp + CP * (dp + DP * pp)): ranks that split a matrix are neighbours, pipeline stages are furthest
     apart. `cp` ranks split each sequence (Ulysses, context parallelism). The experts of a mixture are split over `ep`
-    of the dp * cp ranks of a stage."""
+    of all ranks of a stage."""
 
     dp: int = 1
     tp: int = 1
@@ -40,6 +40,11 @@ class Layout:
         return self.tp * self.pp * self.cp
 
     @property
+    def stage_ranks(self) -> int:
+        """Ranks of a pipeline stage."""
+        return self.tp * self.cp * self.dp
+
+    @property
     def shards(self) -> str:
         """Those that hold different rows of a batch, in words."""
         if self.model_ranks == 1:
@@ -52,7 +57,7 @@ class Layout:
 
     def stage(self, rank: int) -> int:
         """The pipeline stage of a rank."""
-        return rank // (self.tp * self.cp * self.dp)
+        return rank // self.stage_ranks
 
     def reports(self, rank: int) -> bool:
         """Whether a rank's results are the ones to take: of ranks with the same rows, the first of the last stage."""

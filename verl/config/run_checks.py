@@ -67,7 +67,6 @@ def size_keys(role: ModelRole, *degrees: str) -> list[str]:
 
 def _world_errors(role: ModelRole, plan: RunPlan) -> Iterator[str]:
     layout, world, trainer = role.layout, plan.world_size, plan.config.trainer
-    replicas = layout.dp * layout.cp
     if world % layout.model_ranks:
         given = [(key, get(role.section, key)) for key in size_keys(role, "tp", "pp", "cp")]
         product = " x ".join(f"{key} {size}" for key, size in given if size > 1)
@@ -77,15 +76,11 @@ def _world_errors(role: ModelRole, plan: RunPlan) -> Iterator[str]:
             f"Products that work: {closest(divisors(world), layout.model_ranks)}; or {layout.model_ranks} ranks, or a "
             "multiple of that"
         )
-    elif replicas % layout.ep:
-        split = (
-            f"; with {role.key}.{size_keys(role, 'tp')[0]}=1, which a model with experts needs: "
-            + closest(divisors(replicas * layout.tp), layout.ep)
-        )
+    elif layout.stage_ranks % layout.ep:
         yield (
-            f"'{role.key}.{size_keys(role, 'ep')[0]}' is {layout.ep}, which does not divide the {replicas} ranks of a "
-            f"pipeline stage that hold the same dense weights ({world} ranks / TP {layout.tp} / PP {layout.pp}). "
-            f"Values that work: {closest(divisors(replicas), layout.ep)}{split if layout.tp > 1 else ''}"
+            f"'{role.key}.{size_keys(role, 'ep')[0]}' is {layout.ep}, which does not divide the {layout.stage_ranks} "
+            f"ranks of a pipeline stage ({world} ranks / PP {layout.pp}). Values that work: "
+            f"{closest(divisors(layout.stage_ranks), layout.ep)}"
         )
 
 

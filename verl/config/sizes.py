@@ -244,7 +244,7 @@ def _trained(role: ModelRole, sizes: ModelSizes, optim: Any, plan: RunPlan) -> R
         dense, experts = sizes.stage_weights(layout, value_head)
         held = summed = dense + experts
         replicas = layout.dp * layout.cp
-        updated = dense // replicas + experts // (replicas // layout.ep or 1)
+        updated = dense // replicas + experts // (layout.stage_ranks // layout.ep or 1)
     else:
         shards = _shards(section, plan)
         held, summed, updated = parameters // shards, trained // shards, trained // shards

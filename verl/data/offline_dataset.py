@@ -25,7 +25,7 @@ from verl.config.schema import (
     SFTDataConfig,
 )
 from verl.data.assemble import pad_rows
-from verl.data.columns import as_number, require_column
+from verl.data.columns import as_mapping, as_number, require_column
 from verl.data.conversations import Answer, Row, encode_answers, pair_rows, sft_answers
 from verl.data.files import Files, Rows
 from verl.data.loader import EncodedRows
@@ -87,6 +87,7 @@ class SFTDataset(EncodedRows[SFTItem]):
         self._keys = {
             name: getattr(config, f"{name}_key") for name in ("messages", "prompt", "response", "tools")
         }
+        self._inside = {"prompt": config.prompt_dict_keys, "response": config.response_dict_keys}
         self._conversations = self._find_columns()
         self.items = self._encode_all(self._chosen)
 
@@ -182,13 +183,30 @@ class SFTDataset(EncodedRows[SFTItem]):
 
     def _answers(self, row: Mapping[str, Any], where: str) -> list[Answer]:
         try:
-            return sft_answers(self._chat, row, where, self._keys, conversation=self._conversations)
+            keys = dict(self._keys)
+            for name, inside in self._inside.items() if not self._conversations else ():
+                if inside:
+                    text = _inside(row, keys[name], inside, where)
+                    keys[name] = ".".join((keys[name], *inside))
+                    row = {**row, keys[name]: text}
+            return sft_answers(self._chat, row, where, keys, conversation=self._conversations)
         except DataError as error:
             raise DataError(f"{self.files_key}: {error}") from error
 
     def batch(self, positions: Sequence[int], uids: Sequence[str]) -> DataProto:
         batch = sft_collate([self.items[position] for position in positions], self.tokenizer.pad_token_id)
         return batch.union(DataProto.from_dict(non_tensors={"uid": uids}))
+
+
+def _inside(row: Mapping[str, Any], column: str, names: Sequence[str], where: str) -> Any:
+    """What a column has under these names, one within the other."""
+    value = row.get(column)
+    for name in names:
+        found = as_mapping(value)
+        if found is None or name not in found:
+            raise DataError(f"'{column}' of {where} has no '{name}': {str(value)[:200]!r}")
+        value = found[name]
+    return value
 
 
 Use = Literal["pairs", "kto", "reward"]

@@ -57,7 +57,7 @@ class OfflineData:
 
 def load_data(cfg: OfflineConfig, tokenizer: Any = None) -> OfflineData:
     """Rows, and a tokenizer where none is given; a batch size the user did not choose is lowered to the number of
-    rows."""
+    rows, and what is done after each epoch gets its number of steps."""
     seed_everything(cfg.trainer.seed)
     quiet_transformers()
     model, trainer = cfg.model, cfg.trainer
@@ -72,6 +72,8 @@ def load_data(cfg: OfflineConfig, tokenizer: Any = None) -> OfflineData:
     val = loader(cfg.data, tokenizer, training=False)
     if isinstance(cfg, RewardTrainingConfig):
         set_padding(model, tokenizer, [each.dataset for each in (train, val) if each is not None])
+    trainer.save_freq = trainer.save_freq or len(train)
+    trainer.test_freq = trainer.test_freq or len(train)
     return OfflineData(
         tokenizer, train, val, trainer.total_training_steps or len(train) * trainer.total_epochs
     )

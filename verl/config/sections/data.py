@@ -177,6 +177,10 @@ class SFTDataConfig(OfflineDataConfig):
 
     messages_key: str = key("messages", "column that holds a conversation; used where the rows have it")
     tools_key: str = key("tools", "column that holds the tools the model may call, as JSON schemas")
+    prompt_dict_keys: list[str] = key(
+        [], "where the prompt is within its column: names, one inside the other"
+    )
+    response_dict_keys: list[str] = key([], "the same for the response")
 
 
 def file_errors(name: str, output_path: str | None, max_samples: int) -> Iterator[str]:

@@ -122,6 +122,12 @@ class BaseTrainerConfig(PlacementConfig):
 class OfflineTrainerConfig(BaseTrainerConfig):
     """A run that trains on given answers."""
 
+    save_freq: int = shared(
+        BaseTrainerConfig, "save_freq", "steps between checkpoints; -1: at the end, 0: after each epoch"
+    )
+    test_freq: int = shared(
+        BaseTrainerConfig, "test_freq", "steps between validations; -1: at the end, 0: after each epoch"
+    )
     keep_best: str | None = shared(
         BaseTrainerConfig,
         "keep_best",

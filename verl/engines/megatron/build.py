@@ -127,10 +127,10 @@ def check_layout(model_cfg: Any, role_cfg: Any, hf: Any, layout: Layout, world: 
         raise ModelError(
             f"strategy=megatron knows hidden_act='silu', the model's is {hf.hidden_act!r}; set strategy=fsdp"
         )
-    if layout.dp * layout.cp % layout.ep:
+    if layout.stage_ranks % layout.ep:
         raise ConfigError(
-            f"megatron.expert_model_parallel_size={layout.ep} does not divide the {layout.dp * layout.cp} ranks with "
-            "the same dense weights"
+            f"megatron.expert_model_parallel_size={layout.ep} does not divide the {layout.stage_ranks} ranks of a "
+            "pipeline stage"
         )
 
 

@@ -159,7 +159,7 @@ def _mesh(groups: ParallelGroups, expert: bool, device_type: str) -> DeviceMesh:
     layout = groups.layout
     replicas, tp = layout.dp * layout.cp, layout.tp
     stage = torch.arange(replicas * tp).view(replicas, tp) + groups.stage * replicas * tp
-    ranks = stage[:, groups.tp_rank].view(-1, layout.ep) if expert else stage
+    ranks = stage.view(-1, layout.ep) if expert else stage
     pair = (groups.ep, groups.expert_data) if expert else (groups.tp, groups.data)
     found = [group for group in pair if group is not None]
     if not found:

@@ -39,8 +39,9 @@ class ParallelGroups:
         at = self._replica(self.rank)
         self.replica, self.replicas = at, layout.dp * layout.cp
         """Index and number of the ranks that hold the same dense weights."""
-        self.ep_rank, self.expert_replica = at % layout.ep, at // layout.ep
-        self.expert_replicas = self.replicas // layout.ep
+        within = self._in_stage(self.rank)
+        self.ep_rank, self.expert_replica = within % layout.ep, within // layout.ep
+        self.expert_replicas = layout.stage_ranks // layout.ep
         place, ranks = self._tp, range(layout.world_size)
         self.tp = self._split(lambda rank: rank // layout.tp, layout.tp)
         """Ranks that split each matrix."""
@@ -55,13 +56,10 @@ class ParallelGroups:
         """Ranks with the same dense weights: all of dp and cp."""
         self.model = self._split(lambda rank: layout.data_rank(rank), layout.model_ranks)
         """Ranks that work on the same rows."""
-        self.ep = self._split(
-            lambda rank: (place(rank), layout.stage(rank), self._replica(rank) // layout.ep), layout.ep
-        )
-        """Ranks that split the experts."""
+        self.ep = self._split(lambda rank: (layout.stage(rank), self._in_stage(rank) // layout.ep), layout.ep)
+        """Ranks that split the experts; of all ranks of a stage, so that each expert is whole on one of them."""
         self.expert_data = self._split(
-            lambda rank: (place(rank), layout.stage(rank), self._replica(rank) % layout.ep),
-            self.expert_replicas,
+            lambda rank: (layout.stage(rank), self._in_stage(rank) % layout.ep), self.expert_replicas
         )
         """Ranks with the same experts."""
         ends = {0, layout.pp - 1}
@@ -80,6 +78,9 @@ class ParallelGroups:
     def _replica(self, rank: int) -> int:
         """Within a stage and a tensor-parallel rank: cp inside dp."""
         return rank // self.layout.tp % (self.layout.dp * self.layout.cp)
+
+    def _in_stage(self, rank: int) -> int:
+        return rank % self.layout.stage_ranks
 
     def _split(self, key: Callable[[int], Any], size: int) -> Group:
         """This rank's group of those with an equal key (None: in no group). All ranks create all groups, in order."""

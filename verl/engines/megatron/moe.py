@@ -1,7 +1,8 @@
 """The mixture of experts of a Megatron layer, with its experts split over ranks.
 
-A token goes to the ranks that have its experts and comes back, both by all-to-all. Megatron's own layer is not used:
-its dispatchers need CUDA streams or Transformer Engine.
+A token goes to the ranks that have its experts and comes back, both by all-to-all. Of ranks that split matrices, which
+all have the same tokens, each routes a share of them. Megatron's own layer is not used: its dispatchers need CUDA
+streams or Transformer Engine.
 
 Shapes: N tokens of this rank, K experts of each, E experts in all, D hidden size, F size within an expert.
 """
@@ -12,6 +13,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from torch import nn
 
 from verl.engines.megatron.layers import StageConfig, gated
@@ -62,6 +67,7 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         hf, parallel = config.hf, config.parallel
         self.group, self.ranks = parallel.ep, parallel.layout.ep
+        self.tp = parallel.megatron_tp
         experts = int(hf.num_experts)
         if getattr(hf, "router_jitter_noise", 0.0):
             raise ModelError(
@@ -75,6 +81,17 @@ class MixtureOfExperts(nn.Module):
     def forward(self, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
         """[N, 1, D]"""
         x = hidden_states.flatten(0, -2)
+        if self.tp.size() == 1:
+            return self._routed(x).view_as(hidden_states), None
+        x = copy_to_tensor_model_parallel_region(x, group=self.tp)
+        shares = list(x.tensor_split(self.tp.size()))
+        own = shares[self.tp.rank()] = self._routed(shares[self.tp.rank()])
+        out = torch.cat([share if share is own else torch.zeros_like(share) for share in shares])
+        out = reduce_from_tensor_model_parallel_region(out, group=self.tp)
+        return out.view_as(hidden_states), None
+
+    def _routed(self, x: torch.Tensor) -> torch.Tensor:
+        """What the experts of each token make of it [N, D]."""
         weights, chosen = self.gate(x)
         expert, order = chosen.flatten().sort(stable=True)
         numbers = torch.arange(self.gate.weight.shape[0], device=x.device)
@@ -83,8 +100,7 @@ class MixtureOfExperts(nn.Module):
         routed = _Gather.apply(x, order // self.gate.top_k, back)
         routed = self._at_experts(routed, ends) if self.group is not None else self.experts(routed, ends)
         own = _Gather.apply(routed, back, order).view(*chosen.shape, x.shape[1])
-        out = (own * weights[..., None]).sum(dim=1).to(x.dtype)
-        return out.view_as(hidden_states), None
+        return (own * weights[..., None]).sum(dim=1).to(x.dtype)
 
     def _at_experts(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """What the experts of all ranks make of x [N * K, D], whose rows are in the order of experts."""

@@ -139,8 +139,9 @@ def _layer(model: StageModel, name: str, parameter: str) -> Iterator[Place]:
             names = f"{name}.mlp.{weight}", f"{parameter}.mlp.{weight}"
             place = Place(*names, 0, tensor.shape[0], (experts, *tensor.shape[1:]))
             if weight.startswith("experts."):
-                place = replace(place, split=0, part=groups.ep_rank, parts=groups.layout.ep, expert=True)
-            yield place
+                yield replace(place, split=0, part=groups.ep_rank, parts=groups.layout.ep, expert=True)
+            else:
+                yield replace(place, partial_gradient=tp > 1)
     else:
         size = int(hf.intermediate_size)
         yield from rows("mlp", "linear_fc1", {"mlp.gate_proj": size, "mlp.up_proj": size}, hidden)
