@@ -20,6 +20,7 @@ PROGRAMS: dict[str, tuple[str, str] | dict[str, tuple[str, str]]] = {
         "verl.trainer.main_generation",
         "responses for a file of prompts: verl generate key=value ...",
     ),
+    "serve": ("verl.trainer.main_serve", "a model behind the HTTP interfaces of OpenAI and Anthropic"),
     "eval": ("verl.trainer.main_eval", "scores for a file of responses: verl eval key=value ..."),
     "fork": (
         "verl.trainer.fork",

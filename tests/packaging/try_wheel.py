@@ -108,6 +108,7 @@ EXTRAS = {
     "actor_rollout_ref.rollout.multi_turn.mcp=\"['python mcp_server.py']\" "
     "actor_rollout_ref.rollout.multi_turn.max_turns=2 data.max_prompt_length=2048",
     "gym": "verl prepare gym/basic_arithmetic --to gym --count 8 --test_count 4",
+    "serve": f"timeout --preserve-status -s INT 60 verl serve {MODEL} --port 0 trainer.device=cpu || test $? = 130",
     "all": "verl --version",
     "dev": "pytest --version",
     "docs": "mkdocs --version",

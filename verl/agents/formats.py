@@ -31,6 +31,13 @@ class ToolFormat(ABC):
     def parse(self, text: str) -> ParsedTurn:
         """Take a turn apart. Never raises: what cannot be read becomes a problem."""
 
+    opening: str | None = None
+    """What stands before every call, where there is such a mark."""
+
+    def begin(self, name: str | None) -> str | None:
+        """The beginning of a call, up to its arguments where the function is named; None: a call cannot be begun."""
+        return None
+
     def problem(self, why: str) -> str:
         return f"The tool call could not be read: {why}. Write a call like this: {self.example}"
 
@@ -230,6 +237,10 @@ class Hermes(_Blocks):
 
     example = '<tool_call>{"name": "tool", "arguments": {"parameter": "value"}}</tool_call>'
 
+    def begin(self, name: str | None) -> str:
+        named = "" if name is None else f'{name}", "arguments": '
+        return f'{self.opening}\n{{"name": "{named}'
+
     def _read(self, text: str, position: int) -> tuple[ToolCall, int]:
         value, end = _decode(text, position)
         return _call(value, "arguments", "parameters"), end
@@ -242,6 +253,9 @@ class Qwen3Coder(_Blocks):
     example = "<tool_call><function=tool><parameter=name>value</parameter></function></tool_call>"
     _function = re.compile(r"<function=([^>\s]+)>")
     _parameter = re.compile(r"<parameter=([^>\s]+)>")
+
+    def begin(self, name: str | None) -> str:
+        return f"{self.opening}\n<function=" + ("" if name is None else f"{name}>\n")
 
     def _read(self, text: str, position: int) -> tuple[ToolCall, int]:
         opened = self._function.match(text, position)
@@ -270,6 +284,10 @@ class Llama3Json(ToolFormat):
 
     example = '{"name": "tool", "parameters": {"parameter": "value"}}'
     _tag = "<|python_tag|>"
+
+    def begin(self, name: str | None) -> str:
+        return '{"name": "' + ("" if name is None else f'{name}", "parameters": ')
+
     _looks_like_call = re.compile(r'\{(?=.*"name")(?=.*"(?:parameters|arguments)")', re.DOTALL)
 
     def parse(self, text: str) -> ParsedTurn:

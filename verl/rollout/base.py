@@ -76,6 +76,9 @@ class Request:
     key: str | None = None
     """What keys the draws instead of `request_id`, for requests that must have another id than usual."""
 
+    streamed: bool = False
+    """`progress` is asked about it: its tokens are copied to the host while it runs."""
+
     @property
     def draw_key(self) -> str:
         return self.request_id if self.key is None else self.key
@@ -161,6 +164,11 @@ class RolloutEngine(ABC):
     @abstractmethod
     def stats(self) -> RolloutStats:
         """Counts at this moment."""
+
+    def progress(self, request_ids: Iterable[str]) -> list[Response]:
+        """What unfinished samples of these requests, which are `streamed`, are known to have drawn, where the engine
+        can tell. Asked by the thread that polls."""
+        return []
 
     def release(self, prefix_ids: Iterable[str]) -> None:  # noqa: B027 (an engine may manage its cache by itself)
         """The KV blocks kept for these conversations may be reused."""

@@ -79,8 +79,8 @@ class DeviceRunner:
         slots = np.zeros((6, capacity), dtype=np.int64)
         self._joined_at, self._most, self._generated, self._fetched, self._watched, self._shared = slots
         """By slot: the sequence's length when it became a row, the tokens it may generate, those it is known to have
-        generated, those the host has, whether the host looks for stop strings in them, and the leading tokens that it
-        attends to together with the other samples of its prompt."""
+        generated, those the host has, whether it reads them while they run (for stop strings, or a reader), and the
+        leading tokens that it attends to together with the other samples of its prompt."""
         self._in_flight = 0
         """Decode steps enqueued since the last poll that was read."""
         self._steps = 0
@@ -247,11 +247,11 @@ class DeviceRunner:
         lengths = np.array([sequence.length for sequence in sequences])
         self._joined_at[slots] = lengths
         self._most[slots] = np.array([sequence.max_length for sequence in sequences]) - lengths
-        self._watched[slots] = [bool(sequence.request.sampling.stop) for sequence in sequences]
+        requests = [sequence.request for sequence in sequences]
+        self._watched[slots] = [request.streamed or bool(request.sampling.stop) for request in requests]
         self._generated[slots], self._fetched[slots] = 1, 0
         if self.fused is not None:
             size, shared = self.cache.block_size, self.fused.shared_tokens
-            requests = [sequence.request for sequence in sequences]
             self._shared[slots] = [shared(len(each.prompt_ids), each.n, size) for each in requests]
         for sequence, slot in zip(sequences, slots, strict=True):
             sequence.on_device, sequence.slot = 1, slot

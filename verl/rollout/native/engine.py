@@ -157,6 +157,11 @@ class NativeRollout(ModuleEngine):
             self._drop_everything()
             raise
 
+    def progress(self, request_ids: Iterable[str]) -> list[Response]:
+        named = frozenset(request_ids)
+        everything = [] if self._scheduler is None else self._scheduler.everything()
+        return [sequence.response("abort") for sequence in everything if sequence.request.request_id in named]
+
     def _hand_out(self) -> list[Response]:
         responses, self._finished = self._finished, []
         with self._lock:
