@@ -17,7 +17,7 @@ from verl.trainer.main_ppo import main
 PAGE = Path(__file__).parents[2] / "docs" / "from-verl.md"
 
 
-@pytest.mark.slow(seconds=20)
+@pytest.mark.components
 def test_a_run_trains_from_what_a_data_script_wrote(
     tiny_model_dir: Path, digits_data: Path, tmp_path: Path
 ) -> None:

@@ -302,6 +302,7 @@ def test_a_dataset_id_names_config_and_split(monkeypatch: pytest.MonkeyPatch) ->
         read_rows("o/broken")
 
 
+@pytest.mark.components
 def test_the_real_datasets_package_gives_the_same_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

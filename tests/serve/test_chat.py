@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -303,3 +304,18 @@ def test_an_error_of_the_engine_fails_its_requests_alone(
     assert failed.status_code == 500 and "no device" in failed.json()["error"]["message"]
     assert talker.chat(max_tokens=3)["choices"]
     assert httpx.get(f"{talker.url}/health", trust_env=False).status_code == 200
+
+
+def test_the_hf_engine_gives_the_same_greedy_answer_and_streams_it_at_its_end(
+    talker: Running, talker_dir: Path
+) -> None:
+    asked = {"temperature": 0, "max_tokens": 12, "logprobs": True}
+    native = talker.chat(**asked)["choices"][0]
+    with running(talker_dir, "rollout.name=hf") as server:
+        (choice,) = server.chat(**asked)["choices"]
+        events = server.events("/v1/chat/completions", messages=MESSAGES, **asked)
+    assert (choice["message"], choice["finish_reason"]) == (native["message"], native["finish_reason"])
+    own, other = ([each["logprob"] for each in c["logprobs"]["content"]] for c in (choice, native))
+    assert own == pytest.approx(other, abs=1e-4)
+    deltas = [json.loads(each)["choices"][0]["delta"].get("content") for each in events[:-1]]
+    assert [delta for delta in deltas if delta] == [native["message"]["content"]]

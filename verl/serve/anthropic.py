@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from verl.serve.parameters import OfferedTools, check_model, offer_tools, read_sampling
+from verl.serve.parameters import OfferedTools, check_model, offer_tools, read_sampling, text_of
 from verl.serve.served_model import DrawOrder, SampleAnswer, SampleDelta, ServedModel, arguments_text
 from verl.serve.wire import ApiError, EventStream, Fields, event, unsupported
 
@@ -60,7 +60,7 @@ class MessagesServer:
         offered = _tools(fields)
         messages: list[dict[str, Any]] = []
         if (system := fields.value("system")) is not None:
-            messages.append({"role": "system", "content": _text(system, "system")})
+            messages.append({"role": "system", "content": text_of(system, "system")})
         for number, message in enumerate(fields.list_of("messages") or []):
             messages += _messages(message, f"messages.{number}")
         return self.model.chat_prompt(messages, offered.schemas), offered
@@ -149,22 +149,6 @@ def _tools(fields: Fields) -> OfferedTools:
     return offer_tools(tools, kinds[choice["type"]], name, not choice.get("disable_parallel_tool_use"))
 
 
-def _text(content: Any, where: str) -> str:
-    if isinstance(content, str):
-        return content
-    texts = []
-    for block in content if isinstance(content, list) else [content]:
-        if (
-            not isinstance(block, Mapping)
-            or block.get("type") != "text"
-            or not isinstance(block.get("text"), str)
-        ):
-            kind = block.get("type") if isinstance(block, Mapping) else type(block).__name__
-            raise ApiError(400, f"{where}: content of type {kind!r:.50} is not supported, only text")
-        texts.append(block["text"])
-    return "".join(texts)
-
-
 def _messages(message: Any, where: str) -> list[dict[str, Any]]:
     """One of Anthropic's as OpenAI's: results of tools are messages of their own."""
     role = message.get("role") if isinstance(message, dict) else None
@@ -184,12 +168,12 @@ def _messages(message: Any, where: str) -> list[dict[str, Any]]:
             function = {"name": block.get("name"), "arguments": block.get("input") or {}}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "tool_result" and role == "user":
-            text = _text(block.get("content") or "", where)
+            text = text_of(block.get("content") or "", where)
             results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
         elif kind in ("thinking", "redacted_thinking") and role == "assistant":
             raise ApiError(400, f"{where}: thinking blocks are not supported: this server gives none")
         else:
-            texts.append(_text([block], where))
+            texts.append(text_of([block], where))
     said: list[dict[str, Any]] = [{"role": role, "content": "".join(texts)}] if texts or calls else []
     if calls:
         said[0]["tool_calls"] = calls

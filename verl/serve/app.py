@@ -19,6 +19,7 @@ from verl.errors import ConfigError
 from verl.serve.anthropic import MessagesServer
 from verl.serve.completions import CompletionServer
 from verl.serve.openai_chat import ChatServer
+from verl.serve.openai_responses import ResponsesServer
 from verl.serve.served_model import ServedModel
 from verl.serve.wire import (
     ApiError,
@@ -51,7 +52,7 @@ class _Served:
 def build_app(model: ServedModel, door: Door) -> Starlette:
     """The application. /health and nothing else is answered without the key."""
     metrics = ServerMetrics(model)
-    chat, completions, messages = ChatServer(model), CompletionServer(model), MessagesServer(model)
+    completions, messages = CompletionServer(model), MessagesServer(model)
 
     async def models(fields: Fields) -> dict[str, Any]:
         about = {"id": model.name, "object": "model", "created": model.created, "owned_by": "verl"}
@@ -71,7 +72,8 @@ def build_app(model: ServedModel, door: Door) -> Starlette:
 
     served = [
         _Served("/v1/models", models, method="GET"),
-        _Served("/v1/chat/completions", chat.answer),
+        _Served("/v1/chat/completions", ChatServer(model).answer),
+        _Served("/v1/responses", ResponsesServer(model).answer),
         _Served("/v1/completions", completions.answer),
         _Served("/v1/messages", messages.answer, anthropic_error),
         _Served("/v1/messages/count_tokens", messages.count, anthropic_error),

@@ -90,6 +90,9 @@ class ChatServer:
             "finish_reason": answer.finish,
         } | ({"token_ids": answer.token_ids} if with_ids else {})
 
+    def _log_probs(self, scores: Sequence[TokenScore]) -> dict[str, Any]:
+        return {"content": written_scores(self.model, scores), "refusal": None}
+
     async def _events(self, order: DrawOrder, log_probs: bool, usage: bool) -> AsyncIterator[str]:
         head, begun = self._head("chat.completion.chunk"), set()
         drawn: list[Sequence[int]] = []
@@ -118,19 +121,17 @@ class ChatServer:
             yield event({**head, "choices": [], "usage": usage_of(len(order.prompt_ids), drawn)})
         yield event("[DONE]")
 
-    def _log_probs(self, scores: Sequence[TokenScore]) -> dict[str, Any]:
-        def one(token: int, log_prob: float | None) -> dict[str, Any]:
-            text = self.model.decode([token])
-            raw = None if "\ufffd" in text else list(text.encode())
-            return {"token": text, "logprob": max(log_prob or 0.0, LOWEST), "bytes": raw}
 
-        return {
-            "content": [
-                one(each.token, each.log_prob) | {"top_logprobs": [one(*near) for near in each.likeliest]}
-                for each in scores
-            ],
-            "refusal": None,
-        }
+def written_scores(model: ServedModel, scores: Sequence[TokenScore]) -> list[dict[str, Any]]:
+    def one(token: int, log_prob: float | None) -> dict[str, Any]:
+        text = model.decode([token])
+        raw = None if "\ufffd" in text else list(text.encode())
+        return {"token": text, "logprob": max(log_prob or 0.0, LOWEST), "bytes": raw}
+
+    return [
+        one(each.token, each.log_prob) | {"top_logprobs": [one(*near) for near in each.likeliest]}
+        for each in scores
+    ]
 
 
 def written_calls(answer: SampleAnswer) -> list[dict[str, Any]]:

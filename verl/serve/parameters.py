@@ -151,3 +151,20 @@ def read_prompt(value: Any) -> str | list[int]:
     if isinstance(value, list) and value and all(type(each) is int for each in value):
         return value
     raise ApiError(400, "'prompt' must be a text, a list of token ids, or a list of these", param="prompt")
+
+
+def text_of(content: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:
+    """Of a text or of blocks of text."""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for block in content if isinstance(content, list) else [content]:
+        if (
+            not isinstance(block, Mapping)
+            or block.get("type") not in kinds
+            or not isinstance(block.get("text"), str)
+        ):
+            kind = block.get("type") if isinstance(block, Mapping) else type(block).__name__
+            raise ApiError(400, f"{where}: content of type {kind!r:.50} is not supported, only text")
+        texts.append(block["text"])
+    return "".join(texts)

@@ -7,7 +7,7 @@ import hmac
 import json
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -71,6 +71,10 @@ class Fields:
 
     def value(self, name: str) -> Any:
         return self._left.pop(name, None)
+
+    def copies(self, names: Iterable[str]) -> dict[str, Any]:
+        """Those of the parameters that are given; they remain to be read."""
+        return {name: self._left[name] for name in names if name in self._left}
 
     def _typed(self, name: str, kind: type | tuple[type, ...], text: str) -> Any:
         value = self.value(name)
@@ -209,7 +213,7 @@ class Door:
 
 
 async def _begun(handler: Handler, fields: Fields, form: ErrorForm) -> Response:
-    """EventStream begin with the first: what goes wrong before it has a status of its own."""
+    """The headers of a stream go out with its first event: what goes wrong before has a status of its own."""
     answered = await handler(fields)
     if not isinstance(answered, EventStream):
         return JSONResponse(answered)
