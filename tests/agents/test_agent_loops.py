@@ -14,6 +14,8 @@ from safetensors.torch import load_file
 
 from tests.agents.loops import AGENT, LOOP, TWO
 from tests.agents.runs import KEY, TOOLS, exact
+from tests.agents.talking import letter_rows, write_rows
+from verl import cli
 from verl.errors import ConfigError, ToolsLost
 
 WORLD = '''
@@ -241,6 +243,51 @@ def test_a_resumed_run_of_a_loop_equals_an_uninterrupted_one(loop) -> None:
     parts = loop(folder="parts")
     assert exact(parts.rows) == exact(whole.rows)
     assert [line["turns"] for line in parts.rollouts(2)] == [line["turns"] for line in whole.rollouts(2)]
+
+
+@pytest.mark.slow(seconds=5)
+def test_a_loop_is_replayed_and_a_loop_that_changed_is_found(loop, tmp_path, capsys) -> None:
+    ran = loop("trainer.total_training_steps=1")
+    capsys.readouterr()
+    assert cli.main(["replay", str(ran.folder), "--step", "1"]) == 0
+    (file,) = tmp_path.glob("loops_*.py")
+    file.write_text(file.read_text().replace('"now "', '"heard "'))
+    for name in [name for name in sys.modules if name.startswith("verl_user_loops")]:
+        del sys.modules[name]  # as in another process
+    assert cli.main(["replay", str(ran.folder), "--step", "1"]) == 1
+    assert "content of turn 2 (tool)" in capsys.readouterr().out
+
+
+@pytest.mark.slow(seconds=3)
+def test_a_column_chooses_the_loop_beside_environments(train, write, tmp_path) -> None:
+    """Rows without a name, or with one of ours, are conversations of `multi_turn`."""
+    write(LOOP, "beside.py")
+    entries = write('[{"name": "counting", "_target_": "beside.py:Counting"}]', "beside.yaml")
+    names = ["counting", "tool_agent", None, "single_turn_agent"]
+    rows = letter_rows(12, start=lambda number: number)
+    for number, row in enumerate(rows):
+        row |= {"agent_name": names[number % 4], "environment": None if number % 4 in (0, 3) else "World"}
+    keys = [
+        f"data.train_files={write_rows(tmp_path / 'mixed.jsonl', rows)}",
+        "data.train_batch_size=12",
+        "data.shuffle=False",
+        "actor_rollout_ref.rollout.n=2",
+        f"{AGENT}.agent_loop_config_path={entries}",
+        "trainer.total_training_steps=1",
+    ]
+    batch = train(*TWO, *keys, world=WORLD).batches[1]
+    for number, talk in enumerate(batch.non_tensor_batch["conversation"]):
+        kind = number // 2 % 4
+        assert talk.error is None and talk.metrics.get("generate_sequences", 0) == (0.5 if kind == 0 else 0)
+        assert (talk.environment_reward is None) == (kind == 3)
+        if kind == 3:
+            assert len(talk.turns) == 1
+    kinds = {
+        number // 2 % 4
+        for number, talk in enumerate(batch.non_tensor_batch["conversation"])
+        if len(talk.turns) > 1
+    }
+    assert kinds == {0, 1, 2}
 
 
 @pytest.mark.slow(seconds=4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 import threading
 import time
 from collections import Counter
@@ -179,28 +180,50 @@ def test_every_prompt_is_trained_once_and_no_token_is_too_old(go, tmp_path, mode
             assert versions == {max(step - 2, 0)}, "a batch is drawn by one version"
 
 
-@MODES
-def test_agent_loops_are_trained_once_and_aligned(go, tmp_path, mode):
-    """Suspended and drawn by several versions as conversations of ours are."""
+def counting(tmp_path: Path) -> tuple[str, ...]:
+    """The keys of a run of `LOOP` instead of an environment."""
     (tmp_path / "counting_loop.py").write_text(LOOP)
     (tmp_path / "loops.json").write_text('[{"name": "counting", "_target_": "counting_loop.py:Counting"}]')
-    keys = (
+    return (
         *TWO,
         f"{KEY}.enable=False",
         f"{KEY}.environment=[]",
         f"{AGENT}.agent_loop_config_path={tmp_path}/loops.json",
         f"{AGENT}.default_agent_loop=counting",
     )
+
+
+@MODES
+def test_agent_loops_are_trained_once_and_aligned(go, tmp_path, mode):
+    """Suspended and drawn by several versions as conversations of ours are."""
     turns: set[int] = set()
 
     def within(loop: Any) -> None:
         assert_aligned(loop, world=False)
         turns.update(len(talk.model_turns) for talk in loop.batch.non_tensor_batch["conversation"])
 
-    go(*mode, *keys, STEADY, within=within)
+    go(*mode, *counting(tmp_path), STEADY, within=within)
     assert_each_prompt_once(tmp_path / "run")
     assert turns == {1, 2}
     assert all(row["reward/failed"] == 0 for row in read_metrics(tmp_path / "run"))
+
+
+@pytest.mark.slow(seconds=4)
+@MODES
+def test_a_killed_run_of_agent_loops_trains_every_prompt_once(go, tmp_path, mode):
+    """From what is on the disk after the third step, of which no checkpoint is: it is trained again."""
+    keys = (*mode, *counting(tmp_path), STEADY, "trainer.save_freq=1")
+
+    def within(loop: Any) -> None:
+        assert_aligned(loop, world=False)
+        if loop.step_number == 3 and not (tmp_path / "killed").exists():
+            shutil.copytree(tmp_path / "run", tmp_path / "killed")  # what a killed process leaves
+
+    go(*keys, within=within)
+    assert (tmp_path / "killed" / "latest_checkpointed_iteration.txt").read_text().strip() == "2"
+    go(*keys, folder="killed", within=within)
+    assert_each_prompt_once(tmp_path / "killed")
+    assert [row["step"] for row in read_metrics(tmp_path / "killed")] == [1, 2, 3, 4]
 
 
 GATED = WORLD.replace("import random", "import os, pathlib, random, time").replace(

@@ -86,6 +86,61 @@ def test_vllm_rows_are_what_was_asked_and_answered(
     assert read_metrics(tmp_path / "run")[0]["actor/grad_norm"] > 0
 
 
+LOOP = """
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, register
+
+
+@register("twice")
+class Twice(AgentLoopBase):
+    async def run(self, sampling_params, **kwargs):
+        prompt_ids = await self.apply_chat_template(list(kwargs["raw_prompt"]))
+        ids, mask, log_probs = list(prompt_ids), [], []
+        for turn in range(2):
+            if turn:
+                told = [{"role": "tool", "content": str(len(mask))}]
+                read = await self.apply_chat_template(told, remove_system_prompt=True)
+                ids, mask, log_probs = ids + read, mask + [0] * len(read), log_probs + [0.0] * len(read)
+            output = await self.server_manager.generate(
+                request_id="one", prompt_ids=ids, sampling_params={**sampling_params, "max_tokens": 12}
+            )
+            ids, mask = ids + output.token_ids, mask + [1] * len(output.token_ids)
+            log_probs += output.log_probs
+        return AgentLoopOutput(prompt_ids, ids[len(prompt_ids):], mask, log_probs, reward_score=len(mask) / 48)
+"""
+
+
+def test_an_agent_loop_written_for_verl_trains_on_vllm(
+    model: Path, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows pass the audit, and the trainer finds the log-probs that vLLM drew with."""
+    pytest.importorskip("vllm", reason="needs vLLM (make test-components)")
+    from verl.config.load import load_ppo_config
+    from verl.trainer.main_ppo import run
+
+    (tmp_path / "twice.py").write_text(LOOP)
+    keys = [
+        f"trainer.plugins=[tests.agent_run,{tmp_path}/twice.py]",
+        "actor_rollout_ref.rollout.agent.default_agent_loop=twice",
+        f"{MULTI_TURN}.enable=False",
+        "actor_rollout_ref.rollout.name=vllm",
+        "actor_rollout_ref.rollout.max_model_len=128",
+        "algorithm.rollout_correction.rollout_is=token",
+    ]
+    with recorded(monkeypatch) as record:
+        run(load_ppo_config(agent_run(model, task, tmp_path / "run", *keys)))
+    (step,) = record.steps
+    mask = step.batch["response_mask"].bool()
+    for row, talk in enumerate(step.non_tensor_batch["conversation"]):
+        assert talk.error is None and [turn.role for turn in talk.turns] == ["assistant", "tool", "assistant"]
+        assert mask[row].nonzero().flatten().tolist() == [
+            at for at, own in enumerate(talk.response_mask) if own
+        ]
+    drawn, found = (step.batch[name][mask] for name in ("rollout_log_probs", "old_log_probs"))
+    torch.testing.assert_close(drawn, found, atol=1e-3, rtol=0)
+    (row,) = read_metrics(tmp_path / "run")
+    assert row["reward/failed"] == 0
+
+
 # ---- servers of tools
 
 LONG_S = 300.0
