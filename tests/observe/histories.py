@@ -368,7 +368,10 @@ RIGHT: dict[str, list[Case]] = {
         Case(once(groups(17, 20))),
         Case(once(groups(19, 20), reward__mean=0.95)),  # solved
     ],
-    "reward_never_called": [Case(once(reward__calls=1.0))],
+    "reward_never_called": [
+        Case(once(reward__calls=1.0)),
+        Case(once(reward__calls=0.0), settings={f"{ROLLOUT}.agent.default_agent_loop": "mine"}),
+    ],
     "rewards_failed": [Case(once(reward__failed=0.0))],
     "reward_up_validation_down": [
         Case(series(reward__mean=RISING, val=every(10, [0.2, 0.4, 0.6, 0.8]))),

@@ -34,6 +34,8 @@ class EngineSpec:
     """It takes requests and weights while others run; otherwise it generates one batch of requests to its end."""
     sleep_argument: str | None = None
     """Which of its `engine_kwargs` lets it release its memory between steps."""
+    closer: tuple[str, ...] = ()
+    """Entries of its `engine_kwargs` that bring its log-probs closer to the trainer's, each with its case."""
     package: str | None = None
     """The distribution that must be installed."""
 
@@ -73,6 +75,7 @@ _engines: dict[str, EngineSpec] = {
         tensor_parallel=True,
         server=True,
         sleep_argument="enable_sleep_mode",
+        closer=("disable_cascade_attn=True (long contexts)",),
         package="vllm",
     ),
     "sglang": EngineSpec(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 
+from verl.config.capabilities import engine_spec
 from verl.observe.diagnoses import ACTOR, ROLLOUT, Diagnosis, History, Seen, diagnosis
 
 KL_OF_UPDATE_BOUND = 0.1
@@ -68,8 +69,8 @@ def groups_without_signal(h: History) -> Seen | None:
 
 @diagnosis("step", "the scores of this step come from elsewhere")
 def reward_never_called(h: History) -> Seen | None:
-    if h.latest("reward/calls") != 0:
-        return None
+    if h.latest("reward/calls") != 0 or h.rollout.multi_turn.environment or h.rollout.agent.given:
+        return None  # environments and agent loops score their rows themselves
     seen = "the reward function was not called in this step"
     fix = "other values of reward.reward_manager.name, reward.custom_reward_function.path, or data_source in the data"
     return seen, fix
@@ -171,9 +172,10 @@ def rollout_probs_differ(h: History) -> Seen | None:
     if value <= bound:
         return None
     seen = f"training/rollout_probs_diff_mean is {value:.4f}, above {bound:g} (normal below 0.005)"
-    vllm = f" or +{ROLLOUT}.engine_kwargs.vllm.disable_cascade_attn=True (long contexts)"
+    engine = h.rollout.name
+    own = "".join(f" or +{ROLLOUT}.engine_kwargs.{engine}.{way}" for way in engine_spec(engine).closer)
     ways = ("algorithm.rollout_correction.rollout_is=token", f"{ROLLOUT}.name=native")
-    return seen, h.choices(*ways, "the same dtype on both sides") + vllm * (h.rollout.name == "vllm")
+    return seen, h.choices(*ways, "the same dtype on both sides") + own
 
 
 @diagnosis("step", "often rollout and trainer disagree")
