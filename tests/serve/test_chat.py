@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -319,3 +320,25 @@ def test_the_hf_engine_gives_the_same_greedy_answer_and_streams_it_at_its_end(
     assert own == pytest.approx(other, abs=1e-4)
     deltas = [json.loads(each)["choices"][0]["delta"].get("content") for each in events[:-1]]
     assert [delta for delta in deltas if delta] == [native["message"]["content"]]
+
+
+def test_an_adapter_is_served_with_the_model_below_it(
+    talker: Running, talker_dir: Path, tmp_path: Path
+) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    lora = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(talker_dir).float(), lora)
+    adapted.save_pretrained(tmp_path / "adapter")
+    shutil.copytree(talker_dir, tmp_path / "merged")
+    adapted.merge_and_unload().save_pretrained(tmp_path / "merged")
+    asked = {"temperature": 0, "max_tokens": 8, "logprobs": True, "ignore_eos": True}
+    found = [talker.chat(**asked)]
+    for folder in ("adapter", "merged"):
+        with running(tmp_path / folder) as server:
+            found.append(server.chat(**asked))
+    plain, adapter, merged = (
+        [each["logprob"] for each in answer["choices"][0]["logprobs"]["content"]] for answer in found
+    )
+    assert adapter == pytest.approx(merged, abs=1e-4) and adapter != pytest.approx(plain, abs=1e-2)

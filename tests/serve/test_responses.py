@@ -29,6 +29,11 @@ def test_the_prompt_and_the_answer_are_those_of_chat(talker: Running) -> None:
     assert answer["usage"]["input_tokens"] == chat["usage"]["prompt_tokens"]
     assert answer["usage"]["output_tokens"] == chat["usage"]["completion_tokens"]
     assert answer["temperature"] == 0 and answer["top_p"] == 1 and answer["instructions"] == "heard now"
+    drawn = {**body, "temperature": 1, "seed": 7}
+    twice = [talker.post(ROUTE, input=parts, **drawn).json()["output"][0]["content"] for _ in range(2)]
+    alike = {"temperature": 1, "seed": 7, "max_tokens": 12, "logprobs": True}
+    (choice,) = talker.chat(messages=[system, *MESSAGES], **alike)["choices"]
+    assert [content[0]["text"] for content in twice] == [choice["message"]["content"]] * 2
     as_text = talker.post(ROUTE, input=MESSAGES[0]["content"], **body).json()
     assert as_text["output"][0]["content"] == item["content"]
     assert as_text["id"] != answer["id"]

@@ -16,6 +16,7 @@ from verl.serve.parameters import (
     MOST_LIKELIEST,
     check_model,
     read_sampling,
+    read_seed,
     read_tools,
     require_scores,
     text_of,
@@ -74,9 +75,10 @@ class ResponsesServer:
         for name in included:
             if name not in _INCLUDED:
                 raise unsupported("include", f"with the value {json.dumps(name)[:100]}")
-        streamed = fields.flag("stream")
+        streamed, seed = fields.flag("stream"), read_seed(fields)
         _refuse_the_rest(fields)
-        order = offered.shown(DrawOrder(prompt, sampling, likeliest=likeliest), model)
+        order = DrawOrder(prompt, sampling, seed=seed, likeliest=likeliest)
+        order = offered.shown(order, model)
         head = {
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
@@ -256,7 +258,7 @@ def _part(text: str, scores: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _status(answer: SampleAnswer) -> str:
-    return "incomplete" if answer.finish_reason == "length" else "completed"
+    return "completed" if answer.finish_reason == "stop" else "incomplete"
 
 
 def _new_id(kind: str) -> str:

@@ -24,31 +24,17 @@ logger = logging.getLogger(__name__)
 KEY_VARIABLE = "VERL_SERVE_API_KEY"
 _CONTEXT = 32768
 """Tokens of prompt and answer, of a model that names no limit."""
-_ABOUT = """Serves a model over HTTP: /v1/chat/completions, /v1/completions, /v1/messages, /v1/models, /tokenize,
-/health and /metrics. MODEL is a Hugging Face folder or id, a run folder or a checkpoint of a run.
+_ABOUT = """Serves a model over HTTP: /v1/chat/completions, /v1/responses, /v1/completions, /v1/messages, /v1/models,
+/tokenize, /health and /metrics. MODEL is a Hugging Face folder or id, a run folder or a checkpoint of a run.
 The engine has the keys of `verl generate` (`verl generate --help`): rollout.name=vllm, rollout.dtype=bfloat16,
 trainer.device=cpu, data.chat_template=FILE, ..."""
 _DATA = (
-    "chat_template",
-    "apply_chat_template_kwargs",
-    "system_prompt",
-    "apply_chat_template",
-    "parse_special_tokens",
-)
+    "apply_chat_template", "apply_chat_template_kwargs", "chat_template", "parse_special_tokens", "system_prompt",
+)  # fmt: skip
 _REQUESTS = (
-    *(
-        "n",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "repetition_penalty",
-        "stop",
-        "stop_token_ids",
-        "ignore_eos",
-    ),
-    *("raw_log_probs", "seed", "per_request_seed", "multi_turn", "agent"),
-)
+    "agent", "ignore_eos", "min_p", "multi_turn", "n", "per_request_seed", "raw_log_probs", "repetition_penalty", "seed",
+    "stop", "stop_token_ids", "temperature", "top_k", "top_p",
+)  # fmt: skip
 """Of the rollout section: what every request says for itself."""
 
 
