@@ -123,6 +123,20 @@ def test_rows_that_were_not_drawn_have_no_score_and_are_not_trained(loop) -> Non
     assert seen == {0, 1, 2}
 
 
+def test_turns_that_were_drawn_after_other_tokens_are_not_trained(loop) -> None:
+    """Every token with mask 1 was drawn, and the row has another answer of the tool than the policy read."""
+    other = """        if 0 in mask:
+            ids[len(prompt_ids) + mask.index(0)] += 1
+        return AgentLoopOutput("""
+    text = LOOP.replace("        return AgentLoopOutput(", other)
+    ran = loop("reward.max_failure_ratio=1", "trainer.total_training_steps=1", text=text)
+    batch = ran.batches[1]
+    errors = [talk.error for talk in batch.non_tensor_batch["conversation"]]
+    refused = [error is not None and "was drawn after" in error for error in errors]
+    assert refused == (batch.batch["response_mask"].sum(-1) == 0).tolist()
+    assert refused == [error is not None for error in errors] and {True, False} <= set(refused)
+
+
 STUCK = """
 import asyncio
 

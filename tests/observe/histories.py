@@ -221,6 +221,12 @@ SICK: dict[str, list[Case]] = {
             "algorithm.rollout_correction.rollout_is=token",
         ),
         Case(
+            once(training__rollout_probs_diff_mean=0.02),
+            "0.0200",
+            f"+{ROLLOUT}.engine_kwargs.vllm.disable_cascade_attn=True",
+            {f"{ROLLOUT}.name": "vllm"},
+        ),
+        Case(
             once(training__rollout_probs_diff_mean=0.02, training__age__max=0.0),
             "0.0200",
             "disable_cascade_attn=True",

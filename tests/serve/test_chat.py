@@ -22,6 +22,9 @@ def joined(events: list[str]) -> dict[int, dict[str, Any]]:
     choices: dict[int, dict[str, Any]] = {}
     for data in map(json.loads, events[:-1]):
         for choice in data["choices"]:
+            assert ("role" in choice["delta"]) == (choice["index"] not in choices), (
+                "with the first chunk alone"
+            )
             whole = choices.setdefault(choice["index"], {"content": "", "tool_calls": [], "log_probs": []})
             whole["content"] += choice["delta"].get("content") or ""
             whole["tool_calls"] += choice["delta"].get("tool_calls") or []

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.serve.conftest import ADD, MESSAGES, Running
+from tests.serve.conftest import ADD, CALL, MESSAGES, Running
 
 ROUTE = "/v1/responses"
 TOOL = {"type": "function", **ADD["function"], "strict": True}
@@ -66,6 +66,16 @@ def test_calls_and_their_results_are_read_back(caller: Running) -> None:
         max_tokens=20,
     )
     assert second["usage"]["input_tokens"] == chat["usage"]["prompt_tokens"]
+
+
+def test_an_answer_without_text_is_an_empty_message(caller: Running) -> None:
+    """Its first token ends it."""
+    items = [{"role": "user", "content": "Add"}, {"role": "assistant", "content": CALL}]
+    body: dict[str, Any] = {"input": items, "temperature": 0, "max_output_tokens": 20}
+    (item,) = caller.post(ROUTE, **body).json()["output"]
+    assert (item["type"], item["content"][0]["text"]) == ("message", "")
+    kinds = [json.loads(each)["type"] for each in caller.events(ROUTE, **body)]
+    assert kinds.count("response.output_item.added") == kinds.count("response.output_item.done") == 1
 
 
 @pytest.mark.parametrize("tools", [[], [TOOL]])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import secrets
+from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -237,7 +238,9 @@ class _Reader:
         """Of the tokens that are read."""
         self._sent = ""
         self._tokens = 0
-        """Whose scores were sent."""
+        """Whose scores were sent: those of the text that was, whatever it was held back for."""
+        self._lengths: deque[tuple[int, int]] = deque()
+        """Numbers of tokens whose scores were not sent, and how long the text was with them."""
         self._context = self._read = 0
         """Tokens that text is decoded after, and those that were decoded."""
 
@@ -248,12 +251,16 @@ class _Reader:
         if len(now) > len(before) and not now.endswith("\ufffd"):
             self._text += now[len(before) :]
             self._context, self._read = self._read, len(ids)
+            self._lengths.append((len(ids), len(self._text)))
         visible = self._visible()
         if not visible.startswith(self._sent) or len(visible) == len(self._sent):
             return None
         new, self._sent = visible[len(self._sent) :], visible
-        start, self._tokens = self._tokens, self._read
-        scores = list(map(TokenScore, ids[start : self._read], response.log_probs[start : self._read]))
+        start = self._tokens
+        while self._lengths and self._lengths[0][1] <= len(visible):
+            self._tokens = self._lengths.popleft()[0]
+        own = slice(start, self._tokens)
+        scores = list(map(TokenScore, ids[own], response.log_probs[own]))
         return SampleDelta(response.sample, new, scores)
 
     def _visible(self) -> str:

@@ -32,8 +32,8 @@ _DATA = (
     "apply_chat_template", "apply_chat_template_kwargs", "chat_template", "parse_special_tokens", "system_prompt",
 )  # fmt: skip
 _REQUESTS = (
-    "agent", "ignore_eos", "min_p", "multi_turn", "n", "per_request_seed", "raw_log_probs", "repetition_penalty", "seed",
-    "stop", "stop_token_ids", "temperature", "top_k", "top_p",
+    "agent", "ignore_eos", "min_p", "multi_turn", "n", "per_request_seed", "raw_log_probs", "repetition_penalty",
+    "seed", "stop", "stop_token_ids", "temperature", "top_k", "top_p",
 )  # fmt: skip
 """Of the rollout section: what every request says for itself."""
 
