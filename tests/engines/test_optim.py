@@ -11,7 +11,7 @@ from torch import nn
 
 from verl.engines import optim
 from verl.engines.adamw import Quantised, round_stochastically
-from verl.engines.muon import orthogonalised
+from verl.engines.muon import hidden_matrices, orthogonalised
 from verl.engines.optim import FIRST_LOSS_SCALE, MasterAdamW, Schedule
 from verl.errors import ConfigError
 
@@ -388,6 +388,13 @@ def test_muon_moves_matrices_as_torch_does_and_the_rest_by_adamw():
             plain.zero_grad()
     torch.testing.assert_close(params["matrix"], reference["matrix"], rtol=0, atol=1e-6)
     torch.testing.assert_close(params["vector"], reference["vector"], rtol=1e-6, atol=1e-6)
+
+
+def test_muon_moves_matrices_and_no_convolutions():
+    layer = nn.Module()
+    layer.conv, layer.norm, layer.down = nn.Conv1d(4, 4, 3), nn.LayerNorm(4), nn.Linear(4, 2)
+    layer.experts = nn.Parameter(torch.zeros(3, 4, 4))
+    assert hidden_matrices([layer]) == {id(layer.down.weight), id(layer.experts)}
 
 
 def test_muon_takes_each_matrix_of_a_stack_alone_and_orthogonalises():
