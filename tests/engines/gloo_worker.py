@@ -71,7 +71,7 @@ def distilled(rank: int, world: int, folder: Path, top_k: int | None = None) -> 
 
     norms = []
     for _ in range(STEPS):
-        engine.forward_backward(batch, loss, teacher=Teacher(True, conftest.VOCAB, head))
+        engine.forward_backward(batch, loss, teacher=Teacher("reverse", conftest.VOCAB, head))
         norms.append(engine.optimizer_step()["grad_norm"])
     before = found["teacher_hidden" if top_k is None else "teacher_log_probs"]
     return {"before": before, "norms": norms, "weights": dict(engine.weights().named_tensors())}

@@ -19,13 +19,13 @@ def kl_loss(output, micro):
     return (output.kl * mask).sum() / info["batch_num_tokens"] * info["dp_size"], {}
 
 
-def teach(tools, teacher_model, batch, top_k, reverse=True, **role):
+def teach(tools, teacher_model, batch, top_k, kind="reverse", **role):
     """The batch with the teacher's outputs, and what the student's rank has of it."""
     engine = tools.engine("ref", model=copy.deepcopy(teacher_model), role=role)
     vocabulary = engine.info.vocab_size
     found = engine.teacher_outputs(batch, vocabulary=vocabulary, top_k=top_k, temperature=TEMPERATURE)
     taught = replace(batch, batch={**batch.batch, **found})
-    return taught, Teacher(reverse, vocabulary, engine.output_head() if top_k is None else None)
+    return taught, Teacher(kind, vocabulary, engine.output_head() if top_k is None else None)
 
 
 def gradient(tools, model, batch, teacher, **role):
@@ -85,15 +85,15 @@ def test_loss_and_gradient_equal_the_models_own(tools, student, teacher, top_k):
 
 @pytest.mark.slow(seconds=2)
 @pytest.mark.parametrize("top_k", [None, 4])
-@pytest.mark.parametrize("reverse", [True, False])
-def test_micro_batches_order_and_padding_do_not_matter(tools, reverse, top_k):
+@pytest.mark.parametrize("kind", ["reverse", "forward", "jensen_shannon"])
+def test_micro_batches_order_and_padding_do_not_matter(tools, kind, top_k):
     model, teacher_model = tools.model(num_hidden_layers=1), tools.model(num_hidden_layers=1, seed=5)
     batch = tools.batch(holes=True)
-    taught, given = teach(tools, teacher_model, batch, top_k, reverse)
+    taught, given = teach(tools, teacher_model, batch, top_k, kind)
     whole, loss = gradient(tools, model, taught, given, ppo_micro_batch_size_per_gpu=6)
     assert whole.abs().max() > 1e-3
     order = [3, 0, 5, 1, 4, 2]
-    moved, _ = teach(tools, teacher_model, batch[order], top_k, reverse, log_prob_micro_batch_size_per_gpu=2)
+    moved, _ = teach(tools, teacher_model, batch[order], top_k, kind, log_prob_micro_batch_size_per_gpu=2)
     for name in moved.batch.keys() & set(TEACHER_TENSORS):
         torch.testing.assert_close(moved.batch[name], taught.batch[name][order], rtol=1e-4, atol=1e-4)
     for rows in (taught, taught[order], moved):
@@ -121,10 +121,10 @@ def test_what_a_teacher_gives(tools):
     torch.testing.assert_close(top.batch[LOG_PROBS][mask].exp().sum(-1), torch.ones(int(mask.sum())))
 
 
-@pytest.mark.parametrize("reverse", [True, False])
-def test_a_student_equal_to_its_teacher_learns_nothing(tools, reverse):
+@pytest.mark.parametrize("kind", ["reverse", "forward", "jensen_shannon"])
+def test_a_student_equal_to_its_teacher_learns_nothing(tools, kind):
     model = tools.model("gemma2")
-    taught, given = teach(tools, model, tools.batch(), None, reverse)
+    taught, given = teach(tools, model, tools.batch(), None, kind)
     found, loss = gradient(tools, model, taught, given)
     assert loss == pytest.approx(0, abs=1e-6)
     assert found.abs().max() < 1e-5

@@ -245,6 +245,16 @@ def on_policy_distillation(cfg: PPOConfig) -> None:
     assert cfg.reward.reward_manager.name == "none"  # shown by a run, in test_runs.py
 
 
+@mechanism
+def self_distillation(cfg: PPOConfig) -> None:
+    same(gradient(cfg, ONES, SIGNS, kl=torch.rand(8, 4)), MASK / TOKENS)
+    assert not cfg.critic.enable
+    teacher = cfg.actor_rollout_ref.teacher
+    assert (teacher.source, teacher.kl) == ("start", "jensen_shannon")
+    assert teacher.prompt_template
+    assert "2 + 2" in teacher.prompt_template.format(prompt="2 + 2", ground_truth="4")
+
+
 OWN_KEYS = {"on_policy_distillation": ["actor_rollout_ref.teacher.path=teacher"]}
 
 

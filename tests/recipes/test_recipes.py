@@ -19,7 +19,7 @@ from verl.errors import CommandAnswered, ConfigError
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = [
     "cispo", "dapo", "dr_grpo", "gpg", "gspo", "on_policy_distillation", "online_dpo", "opo", "pf_ppo", "prime",
-    "reinforce_plus_plus", "remax", "rloo", "sapo", "spin", "sppo",
+    "reinforce_plus_plus", "remax", "rloo", "sapo", "self_distillation", "spin", "sppo",
 ]  # fmt: skip
 NEEDED = ["actor_rollout_ref.model.path=model", "data.train_files=train.parquet", "trainer.device=cpu"]
 MINI = "actor_rollout_ref.actor.ppo_mini_batch_size"

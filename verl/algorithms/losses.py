@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any
 
 from verl.algorithms.aggregation import Tensor, agg_loss, as_bool, keep, masked_mean, sequence_mean, torch
-from verl.config.methods import Prepare, register_policy_loss
+from verl.config.methods import Prepare, register_correction, register_policy_loss
 from verl.config.schema import ActorConfig
 from verl.errors import ConfigError
 
@@ -323,16 +323,17 @@ def dro(x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     return penalty - x.log_prob * x.advantages, {"actor/dro_penalty": x.mean(penalty)}
 
 
-@_policy_loss(
-    "distillation",
-    needs=("teacher_hidden", "teacher_tokens", "teacher_log_probs"),  # which of them: teacher.top_k
-    reads_advantages=False,
-)
+_OF_TEACHER = ("teacher_hidden", "teacher_tokens", "teacher_log_probs")
+"""Which of them: teacher.top_k."""
+
+
+@register_correction("actor_rollout_ref.teacher.coef", needs=_OF_TEACHER)
+@_policy_loss("distillation", needs=_OF_TEACHER, reads_advantages=False)
 def distillation(x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     """The KL between the policy and a teacher at every token the policy produced; rewards and advantages are unused."""
     if x.kl is None:
         raise ConfigError(
-            "policy_loss.loss_mode=distillation needs a teacher: set actor_rollout_ref.teacher.path"
+            "policy_loss.loss_mode=distillation needs a teacher: set actor_rollout_ref.teacher.path, or source"
         )
     return x.kl, {"actor/distillation_kl": x.mean(x.kl)}
 

@@ -355,6 +355,8 @@ def zero_advantage_counts(config: PPOConfig) -> str:
         return "actor_rollout_ref.actor.use_kl_loss adds the KL of every row to the loss"
     if actor.entropy_coeff:
         return "actor_rollout_ref.actor.entropy_coeff adds the entropy of every row to the loss"
+    if config.actor_rollout_ref.teacher.coef:
+        return "actor_rollout_ref.teacher.coef adds the KL to the teacher of every row to the loss"
     loss = find_method(POLICY_LOSS, actor.policy_loss.loss_mode)
     if loss is None or (loss.skips_zero_advantage and not (loss.whole_groups and loss.prepare is None)):
         return ""

@@ -49,6 +49,8 @@ class Role:
     """It is the frozen start of this role; below LoRA adapters that is the same model without them."""
     refresh: str = ""
     """Key of the steps after which the start is replaced by the role's present weights; 0: never."""
+    source: str = ""
+    """Key that says whose weights work as it: `start` and `current` are the actor's."""
     temporary: bool = False
     """Its columns are large: they are dropped at the end of the step."""
     timer: str = ""
@@ -97,7 +99,9 @@ _BUILTIN = (
         "teacher",
         "verl.workers.roles:TeacherRole",
         columns=("teacher_hidden", "teacher_tokens", "teacher_log_probs"),
+        inputs=("teacher_input_ids", "teacher_attention_mask"),
         section="actor_rollout_ref.teacher",
+        source="actor_rollout_ref.teacher.source",
         temporary=True,
         call="teacher_outputs",
     ),
@@ -213,8 +217,11 @@ def update_time(config: PPOConfig, role: Role) -> str:
 
 def engine_role(config: PPOConfig, role: Role) -> Role:
     """The role whose engine works as `role`: the start of one with LoRA adapters has none of its own."""
-    if role.start_of:
-        other = _roles[role.start_of]
+    source = get(config, role.source) if role.source else ""
+    if source == "current":
+        return _roles[ACTOR]
+    if role.start_of or source == "start":
+        other = _roles[role.start_of or ACTOR]
         if model_of(config, other)[1].lora_rank > 0:
             return other
     return role
@@ -233,8 +240,9 @@ def model_of(config: PPOConfig, role: Role) -> tuple[str, ModelConfig]:
     if hasattr(section, "model"):
         own = section.model if section.model.path else replace(section.model, path=policy.path)
         return f"{role.section}.model", own
-    path = section.path or policy.path
-    own = replace(policy, path=path, tokenizer_path=None, lora_rank=0, override_config={})
+    if not section.path:
+        return role.section, replace(policy, lora_rank=0)
+    own = replace(policy, path=section.path, tokenizer_path=None, lora_rank=0, override_config={})
     return role.section, own
 
 

@@ -144,8 +144,34 @@ def teacher_errors(config: PPOConfig) -> Iterator[str]:
     if not asking:
         return
     policy, setting = config.actor_rollout_ref, asking[0].setting
-    if not policy.teacher.path:
-        yield f"'{TEACHER}.path' is required with {setting}; give the teacher's folder"
+    teacher = policy.teacher
+    if teacher.source == "path" and not teacher.path:
+        yield (
+            f"'{TEACHER}.path' is required with {setting}; give the teacher's folder, or set {TEACHER}.source=start or "
+            "current to distil the policy from itself"
+        )
+    if teacher.source != "path" and teacher.path:
+        yield f"'{TEACHER}.path' is given, but {TEACHER}.source={teacher.source} is the policy itself; set one of them"
+    if teacher.source == "current" and teacher.top_k is None:
+        yield (
+            f"'{TEACHER}.top_k' is not set, but the output matrix of {TEACHER}.source=current changes while the step "
+            "is trained; set it to the tokens to compare, such as 64"
+        )
+    if teacher.source == "current" and teacher.prompt_template is None:
+        yield (
+            f"'{TEACHER}.prompt_template' is not set: with {TEACHER}.source=current teacher and student would be one "
+            "model that reads one prompt; set it to what the teacher knows besides, such as {prompt} {ground_truth}"
+        )
+    if teacher.coef and policy.actor.policy_loss.loss_mode == "distillation":
+        yield (
+            f"'{TEACHER}.coef' is {teacher.coef:g}, but with actor_rollout_ref.actor.policy_loss.loss_mode="
+            "distillation the KL is the loss already; set it to 0, or another loss_mode"
+        )
+    if teacher.prompt_template is not None and policy.rollout.multi_turn.splits:
+        yield (
+            f"'{TEACHER}.prompt_template' replaces the last message of the data's prompt, but with "
+            "actor_rollout_ref.rollout.multi_turn.history=split a row begins with the turns before; set history=append"
+        )
     for name, role in (("actor_rollout_ref.actor", policy.actor), (TEACHER, policy.teacher)):
         size = role.ulysses_sequence_parallel_size
         if not strategy_spec(role.strategy).full_shards:
@@ -160,7 +186,7 @@ def teacher_model_errors(config: PPOConfig, *, given_model: bool = False) -> lis
     if not needs_teacher(config):
         return []
     policy = config.actor_rollout_ref
-    path, model = policy.teacher.path, policy.model
+    path, model = policy.teacher.path or policy.model.path, policy.model
     theirs = text_config(path).get("vocab_size")
     top_k = policy.teacher.top_k
     if top_k and isinstance(theirs, int) and top_k > theirs:

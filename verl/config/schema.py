@@ -280,8 +280,8 @@ class ActorRolloutRefConfig:
     )
     teacher: TeacherConfig = section(
         TeacherConfig,
-        "the frozen model the policy is distilled from",
-        used_if=provides(POLICY_LOSS, "teacher_log_probs"),
+        "the model the policy is distilled from",
+        used_if=provides(POLICY_LOSS, "teacher_log_probs", ".teacher.coef"),
     )
 
 

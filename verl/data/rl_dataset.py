@@ -49,10 +49,12 @@ class RLDataset(SectionRows):
         tools: Tools | ToolsOfRow | None = None,
         files_key: str | None = None,
         answers: bool = False,
+        teacher_template: str | None = None,
     ) -> None:
         """`tools`: the schemas shown to the policy by the chat template, for runs with tools; `files_key`: what
         messages call the files, where it is not data.train_files or data.val_files; `answers`: items have `answer_ids`,
-        the ids of the answer in column `data.response_key`."""
+        the ids of the answer in column `data.response_key`; `teacher_template`: items have `teacher_prompt_ids`, those
+        of the prompt with this text in place of the last user message."""
         shown = None if callable(tools) else tools
         super().__init__(config, files, tokenizer, training, tools=shown, files_key=files_key)
         self._tools_of = tools if callable(tools) else None
@@ -60,6 +62,7 @@ class RLDataset(SectionRows):
         self.own: Any = getattr(self.rows, "dataset", None)
         """A user's dataset, whose items are the rows (`data.custom_cls`)."""
         require_column(self.rows, config.prompt_key, "data.prompt_key", "prompt", self.files_key)
+        self._teacher_template = teacher_template
         self._answers: AnswerColumn | None = None
         if answers:
             from verl.data.conversations import AnswerColumn
@@ -123,7 +126,41 @@ class RLDataset(SectionRows):
         if self._answers is not None:
             for item, ids in zip(items, self._answers.ids(numbers), strict=True):
                 item["answer_ids"] = ids
+        if self._teacher_template is not None:
+            origins = [self.rows.origin(number) for number in numbers]
+            read = [self._teacher_prompt(*each) for each in zip(items, origins, strict=True)]
+            for item, (*_, ids) in zip(items, self._chat.encode_prompts(read, origins, tools), strict=True):
+                item["teacher_prompt_ids"] = ids
         return items
+
+    def _teacher_prompt(self, item: Mapping[str, Any], origin: str) -> Any:
+        """The prompt with what only a teacher reads in place of the last user message."""
+        raw = item["raw_prompt"]
+        place = None
+        if not isinstance(raw, str):
+            place = max((at for at, each in enumerate(raw) if each["role"] == "user"), default=None)
+            if place is None or not isinstance(raw[place].get("content"), str):
+                raise DataError(
+                    f"{self.files_key}: the prompt of {origin} has no user message with a text, which "
+                    "actor_rollout_ref.teacher.prompt_template would replace."
+                )
+        known = {
+            **item["columns"],
+            "prompt": raw if place is None else raw[place]["content"],
+            "ground_truth": item["ground_truth"],
+            "extra_info": item["extra_info"],
+        }
+        try:
+            text = str(self._teacher_template).format_map(known)
+        except (LookupError, ValueError, AttributeError, TypeError) as error:
+            raise DataError(
+                f"{self.files_key}: actor_rollout_ref.teacher.prompt_template cannot be filled from {origin}: "
+                f"{type(error).__name__}: {error}; it has {', '.join(sorted(known))}. Braces of the text itself are "
+                "written twice."
+            ) from None
+        if place is None:
+            return text
+        return [{**each, "content": text} if at == place else each for at, each in enumerate(raw)]
 
     def _item(self, number: int, row: dict[str, Any], raw: Any, text: str, ids: list[int]) -> dict[str, Any]:
         limit = self.config.max_prompt_length
@@ -182,11 +219,12 @@ def training_loader(
     tools: Tools | ToolsOfRow | None = None,
     fit: Callable[[int], None] | None = None,
     answers: bool = False,
+    teacher_template: str | None = None,
 ) -> Loader:
     """The training prompts of the data section: `rows`, or files or mixture, shuffled or easiest first, resumable.
 
-    `fit` is called with the rows per epoch before the size of a batch is read from `config`; `answers` as in
-    `RLDataset`."""
+    `fit` is called with the rows per epoch before the size of a batch is read from `config`; `answers` and
+    `teacher_template` as in `RLDataset`."""
     files_key = None if rows is None else "train()"
     if rows is None and (rows := _own_rows(config, tokenizer, training=True)) is not None and answers:
         raise DataError(
@@ -199,7 +237,13 @@ def training_loader(
     if rows is None:
         mixture, rows = mixture_rows(config)
     dataset = RLDataset(
-        config, rows or config.train_files, tokenizer, tools=tools, files_key=files_key, answers=answers
+        config,
+        rows or config.train_files,
+        tokenizer,
+        tools=tools,
+        files_key=files_key,
+        answers=answers,
+        teacher_template=teacher_template,
     )
     dataset.parts = [(name, first, end) for name, _, first, end in mixture]
     difficulty = dataset.difficulty(config.curriculum_key) if config.curriculum_key else None

@@ -118,10 +118,17 @@ class TrainEngine(ABC):
         """Without gradient: the value head's output before each response token, [B, T] on the CPU."""
 
     def teacher_outputs(
-        self, batch: DataProto, *, vocabulary: int, top_k: int | None = None, temperature: float = 1.0
+        self,
+        batch: DataProto,
+        *,
+        vocabulary: int,
+        top_k: int | None = None,
+        temperature: float = 1.0,
+        below_adapters: bool = False,
     ) -> dict[str, torch.Tensor]:
-        """Without gradient, on the CPU: what a student's `forward_backward` needs of this model as its teacher, for
-        each response token: hidden states, or the `top_k` most probable of the first `vocabulary` tokens."""
+        """Without gradient, on the CPU: what a student's `forward_backward` needs of this model (or of what is below
+        its adapters) as its teacher, for each response token: hidden states, or the `top_k` most probable of the first
+        `vocabulary` tokens."""
         raise ConfigError(f"{type(self).__name__} cannot be a teacher; set strategy=fsdp")
 
     def output_head(self) -> OutputHead:

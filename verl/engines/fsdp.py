@@ -6,7 +6,7 @@ Parameters are always the same objects, so that every user of them (the native r
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -87,12 +87,18 @@ class FSDPEngine(RunnerEngine):
             put(own)
 
     def teacher_outputs(
-        self, batch: DataProto, *, vocabulary: int, top_k: int | None = None, temperature: float = 1.0
+        self,
+        batch: DataProto,
+        *,
+        vocabulary: int,
+        top_k: int | None = None,
+        temperature: float = 1.0,
+        below_adapters: bool = False,
     ) -> dict[str, torch.Tensor]:
         from verl.models.distillation import teacher_forward
 
         options = HeadOptions(temperature=temperature)
-        with self._pass(policy=True):
+        with self._pass(policy=True), adapters_off(self._model) if below_adapters else nullcontext():
             return self._runner.forward(
                 batch, options, partial(teacher_forward, vocabulary=vocabulary, top_k=top_k, options=options)
             )

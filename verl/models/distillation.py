@@ -1,10 +1,12 @@
-"""KL per token between a student and a frozen teacher, straight from hidden states and output matrices.
+"""KL per token between a student and a teacher, straight from hidden states and output matrices.
 
 Logits [tokens, vocabulary] are computed one slice of columns at a time, and again in the backward pass, as in
 `verl.models.fused_linear`; reductions over the vocabulary are float32 (float64 for float64). With x the student's
 logits, t the teacher's, p and q their softmax:
   reverse: KL(p || q),  d/dx_j = p_j (log p_j - log q_j - KL),
-  forward: KL(q || p),  d/dx_j = p_j - q_j.
+  forward: KL(q || p),  d/dx_j = p_j - q_j,
+  jensen_shannon: (KL(p || m) + KL(q || m)) / 2 with m = (p + q) / 2,
+    d/dx_j = p_j (log p_j - log m_j - KL(p || m)) / 2.
 
 From a whole distribution, the teacher's hidden states are given and its output matrix is on the student's rank. From
 the teacher's k most probable tokens, all others together are one further outcome for both.
@@ -12,6 +14,7 @@ the teacher's k most probable tokens, all others together are one further outcom
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -122,33 +125,51 @@ class _FullKL(torch.autograd.Function):
         head: _Head,
         teacher_hidden: torch.Tensor,
         teacher: _Head,
-        reverse: bool,
+        kind: str,
     ) -> torch.Tensor:
         own, other = _Sums(hidden), _Sums(hidden)
         for block, x in head.slices(hidden):
             t = teacher.logits(teacher_hidden, block)
-            own.fold(x, x - t if reverse else None)
-            other.fold(t, None if reverse else t - x)
+            own.fold(x, x - t if kind == "reverse" else None)
+            other.fold(t, t - x if kind == "forward" else None)
         lse, teacher_lse = own.lse, other.lse
-        kl = own.mean - lse + teacher_lse if reverse else other.mean - teacher_lse + lse
-        ctx.head, ctx.teacher, ctx.reverse, ctx.whole = head, teacher, reverse, (weight, bias)
-        ctx.save_for_backward(hidden, teacher_hidden, lse, teacher_lse, kl)
+        mean = own.mean - lse + teacher_lse if kind == "reverse" else other.mean - teacher_lse + lse
+        """What the gradient of a logit is compared with: the KL, or the student's to the mean of both."""
+        kl = mean
+        if kind == "jensen_shannon":
+            mean, theirs = torch.zeros_like(lse), torch.zeros_like(lse)
+            for block, x in head.slices(hidden):
+                p = x.sub_(lse[:, None])
+                q = teacher.logits(teacher_hidden, block).sub_(teacher_lse[:, None])
+                middle = _middle(p, q)
+                mean += torch.einsum("mc,mc->m", p.exp(), p - middle)
+                theirs += torch.einsum("mc,mc->m", q.exp(), q - middle)
+            kl = (mean + theirs) / 2
+        ctx.head, ctx.teacher, ctx.kind, ctx.whole = head, teacher, kind, (weight, bias)
+        ctx.save_for_backward(hidden, teacher_hidden, lse, teacher_lse, mean)
         return kl
 
     @staticmethod
     def backward(ctx: Any, grad_kl: torch.Tensor) -> Any:  # type: ignore[override]
-        hidden, teacher_hidden, lse, teacher_lse, kl = ctx.saved_tensors
+        hidden, teacher_hidden, lse, teacher_lse, mean = ctx.saved_tensors
         sums = _Gradients(ctx, hidden, ctx.head, lse.dtype)
         for block, x in ctx.head.slices(hidden):
             t = ctx.teacher.logits(teacher_hidden, block).sub_(teacher_lse[:, None])
             own = x - lse[:, None]
-            if ctx.reverse:
-                grad = own.exp().mul_(own.sub_(t).sub_(kl[:, None]))
+            if ctx.kind == "reverse":
+                grad = own.exp().mul_(own.sub_(t).sub_(mean[:, None]))
+            elif ctx.kind == "jensen_shannon":
+                grad = own.exp().mul_((own - _middle(own, t)).sub_(mean[:, None])).div_(2)
             else:
                 grad = own.exp_().sub_(t.exp_())
             sums.add(block, grad.mul_(grad_kl[:, None]), x)
             del x, t, own, grad
         return *sums.result(), None, None, None, None
+
+
+def _middle(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """The log-probs of the mean of two distributions."""
+    return torch.logaddexp(p, q) - math.log(2)
 
 
 def _inside(tokens: torch.Tensor, block: slice) -> tuple[torch.Tensor, torch.Tensor]:
@@ -226,17 +247,27 @@ def top_log_probs(
 class Teacher:
     """What the student's rank has of the teacher."""
 
-    reverse: bool
-    """KL(student || teacher); else KL(teacher || student)."""
+    kind: str
+    """reverse, forward or jensen_shannon."""
     vocabulary: int
     """Tokens both models have rows for; further rows are padding and left out of both."""
     head: OutputHead | None = None
     """None: the teacher's most probable tokens are given instead of its hidden states."""
+    clip: float | None = None
+    """A token's KL counts at most so much."""
+    coef: float = 0.0
+    """Of the KL in the policy loss; 0: it is the policy loss."""
 
     def kl(
         self, hidden: torch.Tensor, head: OutputHead, given: Mapping[str, torch.Tensor], options: HeadOptions
     ) -> torch.Tensor:
         """[M], with gradient, from the student's hidden states [M, D] and the teacher's outputs at the same places."""
+        kl = self._kl(hidden, head, given, options)
+        return kl if self.clip is None else kl.clamp(max=self.clip)
+
+    def _kl(
+        self, hidden: torch.Tensor, head: OutputHead, given: Mapping[str, torch.Tensor], options: HeadOptions
+    ) -> torch.Tensor:
         own = _Head.of(head, self.vocabulary, options)
         if self.head is not None:
             teacher = _Head.of(self.head, self.vocabulary, options)
@@ -244,7 +275,7 @@ class Teacher:
             if teacher_hidden.dtype == torch.int16:
                 teacher_hidden = teacher_hidden.view(torch.bfloat16)
             kl: torch.Tensor = _FullKL.apply(
-                hidden, head.weight, head.bias, own, teacher_hidden, teacher, self.reverse
+                hidden, head.weight, head.bias, own, teacher_hidden, teacher, self.kind
             )
             return kl
         log_q = given[LOG_PROBS]
@@ -252,8 +283,15 @@ class Teacher:
         if given[TOKENS].shape[1] >= self.vocabulary:  # there are no others
             log_p, log_q = log_p[:, :-1], log_q[:, :-1]
         log_q = log_q.to(log_p.dtype)
-        first, second = (log_p, log_q) if self.reverse else (log_q, log_p)
-        return (first.exp() * (first - second)).sum(dim=1)
+        if self.kind == "jensen_shannon":
+            middle = _middle(log_p, log_q)
+            return (_divergence(log_p, middle) + _divergence(log_q, middle)) / 2
+        return _divergence(log_p, log_q) if self.kind == "reverse" else _divergence(log_q, log_p)
+
+
+def _divergence(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    """KL(p || q) of rows; an outcome that p does not have adds nothing."""
+    return torch.where(log_p.isneginf(), 0.0, log_p.exp() * (log_p - log_q)).sum(dim=1)
 
 
 def teacher_forward(

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from verl.config.model_path import vocabulary_size
+from verl.config.parallelism import needs_teacher
 from verl.config.plan import batch_plan
 from verl.data.files import Rows
 from verl.data.proto import DataProto
@@ -85,17 +86,25 @@ def open_run(
             stack.callback(agents.close)
         tools = None if agents is None else agents.schemas
         rows = train_loader if isinstance(train_loader, Rows) else None
+        template = cfg.actor_rollout_ref.teacher.prompt_template if needs_teacher(cfg) else None
         with device_started(cfg):
             val_loader = validation_loader(cfg.data, tokenizer, tools=tools)
             if train_loader is not None and rows is None:
                 train_loader.tools, train_loader.answers = tools, learns_from_data(cfg)
+                train_loader.teacher_template = template
             else:
                 # Who only validates draws nothing for training: data.train_files need not be there.
                 train_loader = (
                     val_loader
                     if cfg.trainer.val_only
                     else training_loader(
-                        cfg.data, tokenizer, rows, tools=tools, fit=fit_to(cfg), answers=learns_from_data(cfg)
+                        cfg.data,
+                        tokenizer,
+                        rows,
+                        tools=tools,
+                        fit=fit_to(cfg),
+                        answers=learns_from_data(cfg),
+                        teacher_template=template,
                     )
                 )
         loaders = [train_loader, val_loader]

@@ -58,8 +58,9 @@ class ExternalLoader:
         self._config = config
         self._tokenizer = tokenizer
         self.tools: Any = None
-        self.answers = False
         """The schemas shown to the policy, or a function from a row to them."""
+        self.answers = False
+        self.teacher_template: str | None = None
         self.epoch = 0
         self.position = 0
         self._opened: Iterator[Any] | None = None
@@ -123,7 +124,14 @@ class ExternalLoader:
 
     def _rows(self, batch: Any) -> RLDataset:
         rows = Rows.from_list(rows_of(batch, self._config.prompt_key), "the batch")
-        return RLDataset(self._config, rows, self._tokenizer, tools=self.tools, answers=self.answers)
+        return RLDataset(
+            self._config,
+            rows,
+            self._tokenizer,
+            tools=self.tools,
+            answers=self.answers,
+            teacher_template=self.teacher_template,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return {"epoch": self.epoch, "position": self.position}

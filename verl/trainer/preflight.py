@@ -45,7 +45,8 @@ def preflight(
         problems += _model_problems(_models(plan), any_head=isinstance(cfg, RewardTrainingConfig))
         problems += model_layout_errors(plan)
     if isinstance(cfg, PPOConfig) and needs_teacher(cfg):
-        wrong = _model_problems({f"{TEACHER}.path": cfg.actor_rollout_ref.teacher.path})
+        path = cfg.actor_rollout_ref.teacher.path
+        wrong = _model_problems({f"{TEACHER}.path": path}) if path else []
         problems += wrong or teacher_model_errors(cfg, given_model=given_model)
     if problems:
         raise ConfigError("\n".join(problems))

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import torch
 
 from verl.algorithms import agg_loss, compute_value_loss, kl_penalty
-from verl.algorithms.aggregation import loss_denominators
+from verl.algorithms.aggregation import keep, loss_denominators
 from verl.config.keys import Section
 from verl.config.methods import policy_loss
 from verl.config.roles import ACTOR, Role, refreshed
-from verl.data.assemble import assemble_rollouts
+from verl.data.assemble import assemble_rollouts, pad_rows
 from verl.data.proto import DataProto, object_column
-from verl.errors import ModelError
+from verl.errors import DataError, ModelError
 from verl.missing_names import explain
 from verl.observe.metrics import Metric
 from verl.rollout.base import GenerationSettings, Response, SamplingParams
@@ -266,6 +267,10 @@ class ActorRole(RoleWorker):
             # Rows that are left out are in the mean by the weight of those that stand for them.
             mean = (out.entropy.detach() * counted).sum() / all_tokens.clamp(min=1)
             metrics["actor/entropy"] = Metric(mean, "mean", all_tokens)
+        if out.kl is not None and self.teacher is not None and self.teacher.coef:
+            loss = loss + self.teacher.coef * agg_loss(out.kl, mask, cfg.loss_agg_mode, **info)
+            distance = keep(out.kl.detach(), mask).sum() / tokens.clamp(min=1)
+            metrics["actor/distillation_kl"] = Metric(distance, "mean", tokens)
         if cfg.use_kl_loss:
             kl = kl_penalty(log_prob, tensors["ref_log_prob"], cfg.kl_loss_type)
             kl_loss = agg_loss(kl, mask, cfg.loss_agg_mode, **info)
@@ -325,13 +330,15 @@ class StartRole(RoleWorker):
 
 
 class TeacherRole(RoleWorker):
-    """The model that the policy is distilled from."""
+    """The model that the policy is distilled from; it may be the policy itself, with another prompt."""
 
     def connect(self, role: Role, config: PPOConfig, workers: Mapping[str, RoleWorker], tokens: int) -> None:
         from verl.models.distillation import Teacher
 
-        actor = workers[ACTOR]
+        actor, own_section = workers[ACTOR], config.actor_rollout_ref.teacher
         assert isinstance(actor, ActorRole)
+        self._top_k, self._own_prompts = own_section.top_k, own_section.prompt_template is not None
+        self._below_adapters = actor.engine is self.engine and own_section.source == "start"
         theirs, own = self.engine.info.vocab_size, actor.engine.info.vocab_size
         self._vocabulary = min(theirs, own)
         if theirs != own and self._vocabulary < tokens:
@@ -340,15 +347,40 @@ class TeacherRole(RoleWorker):
                 f"actor_rollout_ref.teacher.path: the teacher has {theirs} tokens, the student {own}, and the "
                 f"tokenizer {tokens}; give a teacher with the student's tokenizer"
             )
-        head = self.engine.output_head() if self.cfg.top_k is None else None
-        actor.teacher = Teacher(self.cfg.kl == "reverse", self._vocabulary, head)
+        head = self.engine.output_head() if self._top_k is None else None
+        actor.teacher = Teacher(
+            own_section.kl, self._vocabulary, head, clip=own_section.clip, coef=own_section.coef
+        )
+
+    @staticmethod
+    def prepare(batch: DataProto, cfg: Any) -> None:
+        """Where the teacher has prompts of its own: these, followed by the responses."""
+        prompts = batch.non_tensor_batch.get("teacher_prompt_ids")
+        if prompts is None:
+            return
+        tensors = batch.batch
+        width = tensors["response_mask"].shape[1]
+        ids = pad_rows(list(prompts), 0, torch.long, left=True)
+        seen = pad_rows([np.ones(len(prompt), np.int64) for prompt in prompts], 0, torch.long, left=True)
+        for name, before in (("input_ids", ids), ("attention_mask", seen)):
+            tensors[f"teacher_{name}"] = torch.cat([before, tensors[name][:, -width:]], dim=1)
 
     def forward(self, batch: DataProto, columns: Sequence[str]) -> dict[str, torch.Tensor]:
+        tensors = batch.batch
+        if "teacher_input_ids" in tensors:
+            own = {name: tensors[f"teacher_{name}"] for name in ("input_ids", "attention_mask")}
+            batch = DataProto({**own, "response_mask": tensors["response_mask"]}, {}, batch.meta_info)
+        elif self._own_prompts:
+            raise DataError(
+                "the prompts have no column teacher_prompt_ids, which actor_rollout_ref.teacher.prompt_template adds "
+                "to rows; give rows instead of finished batches, or the column"
+            )
         return self.engine.teacher_outputs(
             batch,
             vocabulary=self._vocabulary,
-            top_k=self.cfg.top_k,
+            top_k=self._top_k,
             temperature=batch.meta_info["temperature"],
+            below_adapters=self._below_adapters,
         )
 
 

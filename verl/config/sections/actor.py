@@ -350,12 +350,29 @@ class FrozenRoleConfig(RefConfig):
 
 @dataclass
 class TeacherConfig(FrozenRoleConfig):
-    """The frozen teacher of distillation; whatever is not said here is as in `actor_rollout_ref.model`."""
+    """The teacher of distillation; whatever is not said here is as in `actor_rollout_ref.model`."""
 
+    source: str = key(
+        "path",
+        "its weights: those at path, the policy's at its start, or the policy's current ones",
+        known=("path", "start", "current"),
+    )
+    prompt_template: str | None = key(
+        None,
+        "what the teacher reads in place of the last user message: a text with {prompt}, {ground_truth}, "
+        "{extra_info[NAME]} and columns of the row; default: what the student reads",
+    )
     kl: str = key(
         "reverse",
-        "reverse: KL(student || teacher); forward: the other way round",
-        known=("reverse", "forward"),
+        "reverse: KL(student || teacher); forward: the other way round; jensen_shannon: the mean KL of both to their "
+        "mean",
+        known=("reverse", "forward", "jensen_shannon"),
+    )
+    clip: float | None = key(None, "a token's KL counts at most so much; default: no bound", gt=0)
+    coef: float = key(
+        0.0,
+        "add the KL to the policy loss with this coefficient; loss_mode=distillation has it as the loss",
+        ge=0,
     )
     top_k: int | None = key(
         None, "compare its most probable tokens, all others as one; default: every token", ge=1
