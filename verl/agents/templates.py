@@ -56,7 +56,7 @@ class ChatTurns:
             found = {self._find_end(answers) for probe in self._conversations for answers in probe}
             self.end_token_ids = tuple(sorted(token for token in found if token is not None))
             """What the template ends a turn with, where that is a special token: generation has to stop there."""
-            self._stops = {*self.end_token_ids, chat.tokenizer.eos_token_id, *stop_ids}
+            self.stop_ids = {*self.end_token_ids, chat.tokenizer.eos_token_id, *stop_ids}
             self._styles = self._find_styles()
             for style in self._styles:
                 for conversation in self._conversations:
@@ -89,7 +89,7 @@ class ChatTurns:
 
     def text(self, drawn: Sequence[int]) -> str:
         """A turn as the content of its message: without the token that ends it, with all other special tokens."""
-        return self.chat.drawn_text(drawn[:-1] if drawn and drawn[-1] in self._stops else drawn)
+        return self.chat.drawn_text(drawn[:-1] if drawn and drawn[-1] in self.stop_ids else drawn)
 
     def tool_message(self, name: str, text: str, call_id: str) -> Message:
         """The answer of a tool as a message of this template."""
