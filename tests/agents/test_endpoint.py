@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.agents.clients import CLIENT
 from tests.agents.runs import KEY
 from verl.errors import ConfigError
 
@@ -15,7 +16,7 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 httpx = pytest.importorskip("httpx")
 
-WORLD = '''
+WORLD = """
 class World:
     def reset(self, **row):
         self.turns = 0
@@ -26,36 +27,10 @@ class World:
 
     def reward(self):
         return 0.5 * self.turns
-'''
-CLIENT = '''
-import json
-import os
-import time
-
-import httpx
-
-
-class Client:
-    def __init__(self, base_url, api_key):
-        headers = {"Authorization": f"Bearer {api_key}"}
-        self.http = httpx.Client(base_url=base_url, headers=headers, timeout=60, trust_env=False)
-
-    def post(self, path, headers=None, **body):
-        return self.http.post(path, json=body, headers=headers)
-
-    def say(self, messages, **more):
-        answer = self.post("/chat/completions", model="any", messages=messages, **more)
-        if answer.status_code != 200:
-            raise RuntimeError(answer.text)
-        if not more.get("stream"):
-            return answer.json()["choices"][0]["message"]
-        chunks = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
-        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
-        return {"role": "assistant", "content": "".join(delta.get("content") or "" for delta in deltas)}
-'''
+"""
 AGENT = (
     CLIENT
-    + '''
+    + """
 
 def agent(row, base_url, api_key):
     client, messages, turns = Client(base_url, api_key), list(row["prompt"]), 0
@@ -64,10 +39,18 @@ def agent(row, base_url, api_key):
         turns += 1
         messages.append({"role": "user", "content": "begin with h"})
     return 0.5 * turns
-'''
+"""
 )
 PLAIN = f"{KEY}.format=hermes"
-EQUAL = ("prompts", "responses", "input_ids", "attention_mask", "response_mask", "token_versions", "advantages")
+EQUAL = (
+    "prompts",
+    "responses",
+    "input_ids",
+    "attention_mask",
+    "response_mask",
+    "token_versions",
+    "advantages",
+)
 
 
 @pytest.fixture

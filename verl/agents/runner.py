@@ -71,19 +71,27 @@ class ConversationRunner:
         self.agents = agents = Agents(cfg, get_format(self.format_name(chat)), names, default)
         self.schemas, self.gives_rewards = agents.schemas, agents.gives_rewards
         try:
-            self.turns = ChatTurns(
-                chat,
-                tools=self.agents.has_tools,
-                users=self.agents.has_user,
-                # An agent loop alone renders its prompts itself.
-                history=cfg.history if cfg.enable or cfg.own_agent or loops is None else "split",
-                stop_ids=stop_ids,
-            )
+            self.turns = self._chat_turns(chat, stop_ids)
             if door is not None:
                 agents.wait_for(door.open(self))
         except BaseException:
             self.close()
             raise
+
+    def _chat_turns(self, chat: ChatFormat, stop_ids: Iterable[int]) -> ChatTurns:
+        cfg, agents = self.cfg, self.agents
+        # An agent loop alone renders its prompts itself.
+        append = cfg.enable or cfg.own_agent or self.loops is None
+        history = cfg.history if append else "split"
+        tools, users = agents.has_tools, agents.has_user
+        try:
+            return ChatTurns(chat, tools=tools, users=users, history=history, stop_ids=stop_ids)
+        except ConfigError as error:
+            if not cfg.own_agent:
+                raise
+            turns = ChatTurns(chat, tools=True, users=False, history=history, stop_ids=stop_ids)
+            logger.info("what the user says after the model's first turn begins another history: %s", error)
+            return turns
 
     def close(self) -> None:
         """Disconnect and end processes. Safe to call twice."""

@@ -115,12 +115,18 @@ class AgentSession:
                 list(self.talk.conversation.prompt_ids) if row else self.turns.prompt(taken, tools)
             )
             return place
+        added = len(place.messages)
         place.messages = self._following(parent, place.messages, tools)
+        whole = [*parent.all_messages, *place.messages]
         if self._split:
-            place.prompt_ids = self.turns.prompt([*parent.all_messages, *place.messages], tools)
-        else:
+            place.prompt_ids = self.turns.prompt(whole, tools)
+        elif self.turns.users or all(message["role"] == "tool" for message in messages[-added:]):
             assert parent.response is not None
             place.prompt_ids = [*parent.ids, *self.turns.after(parent.response.token_ids, place.messages)]
+        else:
+            place.parent, place.messages = None, whole
+            place.prompt_ids = self.turns.prompt(whole, tools)
+            place.note = "another history: the chat template rewrites turns when the user answers"
         return place
 
     def _following(self, parent: DrawnTurn, messages: Messages, tools: Sequence[Schema]) -> list[Message]:

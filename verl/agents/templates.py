@@ -34,6 +34,8 @@ class ChatTurns:
 
         `stop_ids`: further tokens that end a turn, as the model's generation config names them."""
         self.chat = chat
+        self.users = users
+        """Whether users may answer the model."""
         self._name = f"The chat template of '{chat.tokenizer.name_or_path}'"
         never = chat.apply_chat_template == "never"
         if never or not chat.tokenizer.chat_template:

@@ -187,6 +187,8 @@ class SessionServer:
         self._door.sessions.pop(hashed(session.key), None)
 
     async def close(self) -> None:
+        if not self.base_url:
+            return
         with closing(self._listening):
             self._server.should_exit = self._server.force_exit = True
             with suppress(asyncio.CancelledError):
