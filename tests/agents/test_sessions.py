@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.agents.chat_tokenizers import FAMILIES
-from tests.agents.clients import ASKING, CLIENT
+from tests.agents.clients import ASKING, CASES
 from tests.agents.conversations import TOOLS, Talk, settings_of
 from tests.agents.talking import plan_format
 from verl.agents.conversation import Conversation
@@ -61,3 +61,121 @@ def test_calls_give_the_tokens_of_a_conversation_of_ours_in_every_template(
     turns = [len(each.model_turns) for each in found["ours"]]
     assert max(turns) > 1, "no tool was called"
     assert all(each.scored or each.finish_reason == "length" for each in found["theirs"])
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Conversation]:
+    """Conversations of agents that do strange things, all at the same time, by name."""
+    path = tmp_path_factory.mktemp("cases") / "agent.py"
+    path.write_text(CASES)
+    names: dict[str, Any] = {}
+    exec(CASES, names)
+    cfg = settings_of(format="asking", agent=f"{path}:agent", agent_timeout_s=4.0, max_turns=60)
+    talk = Talk("qwen2_5", cfg)
+    with closing(talk.runner):
+        found = talk.run(range(len(names["NAMES"])), n=1, max_tokens=400)
+        assert not talk.runner.door._door.sessions, "every session is closed"
+    return dict(zip(names["NAMES"], found, strict=True))
+
+
+def drawn_once(conversation: Conversation) -> list[tuple[list[int], list[int]]]:
+    """Prompt and response of every row; what the policy drew is in one of them only."""
+    rows = [(prompt, conversation.token_ids[start:end]) for start, end, prompt in conversation.rows]
+    own = sum(turn.end - turn.start for turn in conversation.model_turns)
+    assert own == sum(conversation.response_mask)
+    return rows
+
+
+def ends_well(conversation: Conversation, chains: int, turns: int, dropped: int = 0, joined: int = 0) -> None:
+    assert conversation.error is None, conversation.error
+    counts = {name.removeprefix("agents/"): value for name, value in conversation.metrics.items()}
+    assert len(conversation.rows) == chains and len(conversation.model_turns) == turns
+    assert (counts["dropped_turns"], counts["joined_requests"]) == (dropped, joined)
+    drawn_once(conversation)
+
+
+@pytest.mark.slow(seconds=12)
+def test_what_means_the_same_continues_with_the_ids_that_were_drawn(cases) -> None:
+    ends_well(cases["rewriting"], chains=1, turns=3)
+    found = cases["calls_as_text"]
+    ends_well(found, chains=1, turns=len(found.model_turns))
+    assert "Observation" in found.messages[-2]["content"]
+    assert cases["rewriting"].metrics["agents/rewritten_histories"] == 0
+
+
+def test_texts_keep_the_ids_that_were_drawn(cases) -> None:
+    """The end of a turn is not part of the text: another row begins after it."""
+    found = cases["texts"]
+    first = found.model_turns[0]
+    ended = len(found.token_ids[: first.end]) < 9
+    ends_well(found, chains=1 + ended, turns=2)
+    (prompt, drawn), *_ = drawn_once(found)
+    second = found.rows[-1][2] if ended else prompt + drawn
+    assert second[len(prompt) :][: first.end - ended] == found.token_ids[: first.end - ended]
+
+
+@pytest.mark.parametrize("name", ["anthropic", "responses"])
+def test_every_interface_continues_a_history(cases, name: str) -> None:
+    ends_well(cases[name], chains=1, turns=2)
+
+
+def test_an_edited_turn_is_dropped(cases) -> None:
+    found = cases["edited"]
+    ends_well(found, chains=1, turns=1, dropped=1)
+    assert [message["content"] for message in found.messages[1:3]] == ["changed", "Go on."]
+    assert found.turns[-1].note == "the client wrote the last turn anew"
+
+
+def test_a_rewritten_history_and_other_tools_begin_another_row(cases) -> None:
+    ends_well(cases["compacted"], chains=2, turns=3)
+    ends_well(cases["other_tools"], chains=2, turns=2)
+    assert "differs from message 0" in cases["compacted"].transcript()[-1]["note"]
+    assert "other tools" in cases["other_tools"].transcript()[-1]["note"]
+
+
+def test_calls_at_the_same_time_share_what_was_before(cases) -> None:
+    found = cases["parallel"]
+    ends_well(found, chains=2, turns=3)
+    (first, drawn), (second, _) = drawn_once(found)
+    turn = found.model_turns[0]
+    assert second[: len(first)] == first and second[len(first) :][: turn.end] == drawn[: turn.end]
+    ends_well(cases["several"], chains=2, turns=4)
+
+
+def test_a_retry_joins_the_answer_and_a_repetition_does_not(cases) -> None:
+    ends_well(cases["retried"], chains=1, turns=2, joined=1)
+    ends_well(cases["left"], chains=1, turns=1, joined=1)
+    ends_well(cases["repeated"], chains=2, turns=2)
+    first, second = (turn for turn in cases["repeated"].model_turns)
+    ids = cases["repeated"].token_ids
+    assert ids[first.start : first.end] != ids[second.start : second.end], "they have keys of their own"
+
+
+def test_agents_that_fail_keep_what_they_have_without_a_score(cases) -> None:
+    for name, words in (
+        ("dies", "ValueError: no more"),
+        ("hangs", "agent_timeout_s"),
+        ("is_silent", "nothing"),
+    ):
+        found = cases[name]
+        assert words in str(found.error) and not found.scored and found.finish_reason == "abort"
+        assert len(found.model_turns) == (name != "is_silent")
+
+
+def test_rewards_are_posted_or_returned(cases) -> None:
+    assert (cases["posts"].environment_reward, cases["posts"].scored) == (0.75, True)
+    assert cases["returns_more"].environment_reward == 2 and cases["returns_more"].reward_extra == {
+        "form": 0.5
+    }
+    assert not cases["edited"].scored, "the reward function scores it"
+
+
+def test_a_hostile_client_loses_only_its_own_session(cases) -> None:
+    found = cases["hostile"]
+    assert found.error is None and found.environment_reward in (1.0, None)
+    assert len(found.model_turns) <= 60
+
+
+def test_an_agent_that_never_ends_meets_a_limit(cases) -> None:
+    found = cases["endless"]
+    assert found.error is None and found.finish_reason in ("turns", "length") and not found.scored

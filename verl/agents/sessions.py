@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 MOST_DRAWS = 64
 """Of one session, under way at a time."""
+_NOTICE_S = 0.05
+"""Until a client that has left is known to have."""
 _KEY = "rollout.multi_turn"
 
 
@@ -65,6 +67,10 @@ class AskedTurns:
     draws: list[asyncio.Task[Response]]
     unread: bool = False
     """The client left before it had the answer."""
+
+    @property
+    def failed(self) -> bool:
+        return any(draw.done() and (draw.cancelled() or draw.exception()) for draw in self.draws)
 
     async def answers(self) -> AsyncIterator[Response]:
         """In the order of the samples. The draws go on when the client leaves."""
@@ -159,22 +165,26 @@ class AgentSession:
         length, decode = 0, self.turns.chat.tokenizer.decode
         for turn in self.chains.turns:
             if turn.response is not None and not turn.history:
-                whole = str(decode(turn.ids, skip_special_tokens=False))
-                if len(whole) > length and len(whole) < len(text) and text.startswith(whole):
-                    found, length = turn.ids, len(whole)
+                ended = turn.response.token_ids[-1:] and turn.ids[-1] in self.turns.stop_ids
+                ids = turn.ids[:-1] if ended else turn.ids  # the text is without the token that ended it
+                whole = str(decode(ids, skip_special_tokens=False))
+                if length < len(whole) < len(text) and text.startswith(whole):
+                    found, length = ids, len(whole)
         return found, text[length:]
 
     # ---- draws
 
-    def ask(
+    async def ask(
         self, place: Place, prompt: Sequence[int], stop: tuple[str, ...], most: int, n: int, retry: bool
     ) -> AskedTurns:
         """Begin to draw, or join what an earlier request with the same content has begun: where the client says that
         it asks again (`retry`), or did not wait for the answer."""
         same = (tuple(prompt), place.tools, stop, most, n)
-        for earlier in reversed(self._asked):
-            failed = any(draw.done() and (draw.cancelled() or draw.exception()) for draw in earlier.draws)
-            if earlier.same == same and (retry or earlier.unread) and not failed:
+        equal = [asked for asked in reversed(self._asked) if asked.same == same and not asked.failed]
+        if equal and not retry and not all(draw.done() for draw in equal[0].draws):
+            await asyncio.sleep(_NOTICE_S)  # the client may have left, and this is not known yet
+        for earlier in equal:
+            if retry or earlier.unread:
                 earlier.unread = False
                 self.joined += 1
                 return earlier

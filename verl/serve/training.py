@@ -76,7 +76,7 @@ class SessionModel(ServedModel):
             )
         try:
             place = self.place or session.place_ids(order.prompt_ids)
-            turns = session.ask(place, order.prompt_ids, asked.stop, asked.max_tokens, order.n, self.retry)
+            turns = await session.ask(place, order.prompt_ids, asked.stop, asked.max_tokens, order.n, self.retry)
         except SessionBusy:
             raise Overloaded(f" in this session, of at most {MOST_DRAWS}") from None
         except SessionOver as over:
