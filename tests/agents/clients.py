@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-CLIENT = """
-import json
-import os
-import time
+from pathlib import Path
 
-import httpx
+import pytest
 
+from tests.agents.runs import KEY
+
+ASK = """
 ASK = {
     "type": "function",
     "function": {
@@ -21,7 +21,15 @@ ASK = {
         },
     },
 }
+"""
+CLIENT = (
+    ASK
+    + """
+import json
+import os
+import time
 
+import httpx
 
 class Client:
     def __init__(self, base_url, api_key):
@@ -48,6 +56,20 @@ def heard(call):
     text = json.loads(call["function"]["arguments"])["text"]
     return {"role": "tool", "tool_call_id": call["id"], "content": f"heard {text[::-1]}"}
 """
+)
+AGENT = (
+    CLIENT
+    + """
+
+def agent(row, base_url, api_key):
+    client, messages, turns = Client(base_url, api_key), list(row["prompt"]), 0
+    for number in range(3):
+        messages.append(client.say(messages, stream=row["start"] % 2 == 1))
+        turns += 1
+        messages.append({"role": "user", "content": "begin with h"})
+    return 0.5 * turns
+"""
+)
 ASKING = (
     CLIENT
     + """
@@ -251,3 +273,16 @@ NAMES = [
 ]
 '''
 )
+
+
+def through_endpoint(tmp_path: Path) -> tuple[str, ...]:
+    """The keys of a run whose agents send requests."""
+    pytest.importorskip("starlette")
+    text = AGENT.replace("range(3)", 'range(1 + row["start"] % 2)')
+    (tmp_path / "sending.py").write_text(text)
+    return (
+        f"{KEY}.enable=False",
+        f"{KEY}.environment=[]",
+        f"{KEY}.agent={tmp_path}/sending.py:agent",
+        f"{KEY}.chains=longest",
+    )

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from tests.agents.clients import CLIENT
-from tests.agents.runs import KEY
+from tests.agents.clients import AGENT
+from tests.agents.runs import KEY, reward
 from verl.errors import ConfigError
 
 pytest.importorskip("starlette")
@@ -28,19 +29,6 @@ class World:
     def reward(self):
         return 0.5 * self.turns
 """
-AGENT = (
-    CLIENT
-    + """
-
-def agent(row, base_url, api_key):
-    client, messages, turns = Client(base_url, api_key), list(row["prompt"]), 0
-    for number in range(3):
-        messages.append(client.say(messages, stream=row["start"] % 2 == 1))
-        turns += 1
-        messages.append({"role": "user", "content": "begin with h"})
-    return 0.5 * turns
-"""
-)
 PLAIN = f"{KEY}.format=hermes"
 EQUAL = (
     "prompts",
@@ -77,6 +65,7 @@ def same_rows(ours: Any, theirs: Any) -> None:
         assert mine["actor/grad_norm"] == pytest.approx(other["actor/grad_norm"], rel=1e-5)
 
 
+@pytest.mark.slow(seconds=8)
 def test_an_agent_gives_the_rows_and_gradients_of_a_conversation_of_ours(train, endpoint) -> None:
     ours = train(PLAIN, world=WORLD, folder="ours")
     theirs = endpoint(AGENT)
@@ -84,3 +73,88 @@ def test_an_agent_gives_the_rows_and_gradients_of_a_conversation_of_ours(train, 
     talks = theirs.batches[2].non_tensor_batch["conversation"]
     assert {len(talk.model_turns) for talk in talks} == {3}
     assert theirs.rows[-1]["agents/chains/mean"] == 1 and theirs.rows[-1]["reward/failed"] == 0
+
+
+@pytest.mark.slow(seconds=6)
+def test_each_history_is_a_row_and_the_advantage_is_of_the_session(train, endpoint) -> None:
+    """Odd rows ask a second question of its own; with chains=longest it is left out."""
+    text = AGENT.replace(
+        "    return 0.5 * turns",
+        """    if row["start"] % 2:
+        client.say([{"role": "user", "content": "begin with a"}])
+    return float(row["start"] % 3)""",
+    )
+    every = endpoint(text, f"{KEY}.max_turns=4", folder="every")
+    longest = endpoint(text, f"{KEY}.max_turns=4", f"{KEY}.chains=longest", folder="longest")
+    for step in (1, 2):
+        batch, alone = every.batches[step], longest.batches[step]
+        talks = batch.non_tensor_batch["conversation"]
+        starts = [int(columns["start"]) for columns in batch.non_tensor_batch["columns"]]
+        sessions = list(batch.non_tensor_batch["session"])
+        assert len(alone) == len(set(sessions)) == 12 and len(batch) == 12 + sum(
+            start % 2 for start in (int(c["start"]) for c in alone.non_tensor_batch["columns"])
+        )
+        for name in set(sessions):
+            rows = [row for row, session in enumerate(sessions) if session == name]
+            assert len(rows) == 1 + starts[rows[0]] % 2
+            mask = batch.batch["response_mask"][rows].bool()
+            assert len(set(batch.batch["advantages"][rows][mask].tolist())) == 1
+            assert int(mask.sum()) == sum(talks[rows[0]].response_mask)
+    assert 1 < every.rows[0]["agents/chains/mean"] < 2 and every.rows[0]["agents/dropped_turns/mean"] == 0
+    assert longest.rows[0]["agents/dropped_turns/mean"] > 0
+
+
+PROGRAM = """
+import json
+import os
+import sys
+import urllib.request
+
+row, url = json.load(sys.stdin), os.environ["OPENAI_BASE_URL"]
+request = urllib.request.Request(
+    f"{url}/chat/completions",
+    json.dumps({"messages": row["prompt"]}).encode(),
+    {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"},
+)
+json.load(urllib.request.urlopen(request))
+print("working on it")
+if row["start"] % 3 == 1:
+    sys.exit(3)
+print(json.dumps({"reward": 0.5}) if row["start"] % 3 == 0 else "done")
+"""
+
+
+@pytest.mark.slow(seconds=4)
+def test_a_program_gets_the_row_and_may_print_its_reward(train, write, tmp_path) -> None:
+    """What it does not score, and with agent_failure=score what failed, is scored by the reward function."""
+    path = write(PROGRAM, "program.py")
+    write(
+        "def compute_score(response, extra_info):\n    return 2.0 if 'agent_error' in extra_info else 1.0\n",
+        "score.py",
+    )
+    own = (f"{KEY}.enable=False", f"{KEY}.environment=[]", f"{KEY}.agent_command={sys.executable} {path}")
+    for failure, expected in (("mask", {0.5, 1.0}), ("score", {0.5, 1.0, 2.0})):
+        ran = train(
+            *own,
+            *reward(tmp_path),
+            f"{KEY}.agent_failure={failure}",
+            "reward.max_failure_ratio=1",
+            folder=failure,
+        )
+        for batch in ran.batches.values():
+            starts = [int(columns["start"]) for columns in batch.non_tensor_batch["columns"]]
+            scores = batch.batch["token_level_scores"].sum(-1).tolist()
+            errors = batch.non_tensor_batch["reward_error"]
+            for start, score, error in zip(starts, scores, errors, strict=True):
+                failed = start % 3 == 1
+                assert (error is not None and "status 3" in error) == (failed and failure == "mask")
+                assert error or score == (0.5, 2.0, 1.0)[start % 3]
+                assert error or score in expected
+
+
+def test_keys_that_contradict_are_named(endpoint, write) -> None:
+    for key in (f"{KEY}.agent_command=prog", f"{KEY}.tools={write('x = 1', 't.py')}"):
+        with pytest.raises(ConfigError, match=r"multi_turn\.agent' runs whole conversations"):
+            endpoint(AGENT, key)
+    with pytest.raises(ConfigError, match="there is no function agent"):
+        endpoint("def other(row):\n    pass\n")

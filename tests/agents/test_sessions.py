@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from verl.errors import ConfigError
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 pytest.importorskip("httpx")
+pytestmark = pytest.mark.slow(seconds=8)
 
 plan_format("asking", [[], ["ask"], ["ask", "ask"], ["ask"]])
 
@@ -94,7 +94,6 @@ def ends_well(conversation: Conversation, chains: int, turns: int, dropped: int 
     drawn_once(conversation)
 
 
-@pytest.mark.slow(seconds=12)
 def test_what_means_the_same_continues_with_the_ids_that_were_drawn(cases) -> None:
     ends_well(cases["rewriting"], chains=1, turns=3)
     found = cases["calls_as_text"]

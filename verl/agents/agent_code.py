@@ -1,4 +1,4 @@
-"""An agent of a user's own in its process: a function or a program that talks to the policy as to OpenAI or Anthropic."""
+"""A user's agent in its process: a function or a program that talks to the policy as to OpenAI or Anthropic."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ class DrawnTurn:
 
 
 @dataclass
-class Place:
+class HistoryPlace:
     """Where a request belongs."""
 
     parent: DrawnTurn | None
@@ -162,7 +162,7 @@ class Chains:
     def __init__(self) -> None:
         self.turns: list[DrawnTurn] = []
 
-    def place(self, messages: list[Message], tools: str) -> Place:
+    def place(self, messages: list[Message], tools: str) -> HistoryPlace:
         """Of a request with messages."""
         given = [Said.of(message) for message in messages]
         known = [turn for turn in self.turns if turn.said is not None and turn.history]
@@ -186,7 +186,7 @@ class Chains:
             and not turn.said.means(given[len(turn.history)])  # type: ignore[union-attr]
         ]
         history = [*parent.history, parent.said, *given[start:]] if parent is not None else given
-        place = Place(parent, history, messages[start:], tools, replaced=replaced)  # type: ignore[arg-type]
+        place = HistoryPlace(parent, history, messages[start:], tools, replaced=replaced)  # type: ignore[arg-type]
         if replaced:
             place.note = "the client wrote the last turn anew"
         elif parent in parents and parent is not None:
@@ -198,12 +198,12 @@ class Chains:
                 place.note = "another history: other tools"
         return place
 
-    def place_ids(self, ids: Sequence[int]) -> Place:
+    def place_ids(self, ids: Sequence[int]) -> HistoryPlace:
         """Of a request with token ids."""
         known = [turn for turn in self.turns if turn.response is not None and not turn.history]
         before = [turn for turn in known if len(turn.ids) < len(ids) and turn.ids == ids[: len(turn.ids)]]
         parent = max(before, key=lambda turn: len(turn.ids), default=None)
-        return Place(parent, [], [], "", prompt_ids=list(ids))
+        return HistoryPlace(parent, [], [], "", prompt_ids=list(ids))
 
     def leaves(self, longest: bool) -> list[DrawnTurn]:
         """The last turns of the histories."""

@@ -10,13 +10,14 @@ import asyncio
 import hashlib
 import json
 import logging
+import math
 import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from verl.agents.base import Message, Schema, ToolFailed
-from verl.agents.chains import Chains, DrawnTurn, Place
+from verl.agents.chains import Chains, DrawnTurn, HistoryPlace
 from verl.agents.hosted import as_reward
 from verl.agents.own_time import OwnTime
 from verl.data.messages import Messages
@@ -109,7 +110,7 @@ class AgentSession:
 
     # ---- prompts
 
-    def place(self, messages: Messages, tools: Sequence[Schema]) -> Place:
+    def place(self, messages: Messages, tools: Sequence[Schema]) -> HistoryPlace:
         """Where a request of messages, with calls as they are given, belongs, and the ids of its prompt."""
         place = self.chains.place(messages, json.dumps(list(tools), sort_keys=True))
         parent, chat = place.parent, self.turns.chat
@@ -151,7 +152,7 @@ class AgentSession:
                 found += self.turns.chat.taken([message], tools)
         return found
 
-    def place_ids(self, ids: Sequence[int]) -> Place:
+    def place_ids(self, ids: Sequence[int]) -> HistoryPlace:
         """Of a request that has a prompt of token ids."""
         place = self.chains.place_ids(ids)
         new = ids if place.parent is None else ids[len(place.parent.ids) :]
@@ -175,7 +176,13 @@ class AgentSession:
     # ---- draws
 
     async def ask(
-        self, place: Place, prompt: Sequence[int], stop: tuple[str, ...], most: int, n: int, retry: bool
+        self,
+        place: HistoryPlace,
+        prompt: Sequence[int],
+        stop: tuple[str, ...],
+        most: int,
+        n: int,
+        retry: bool,
     ) -> AskedTurns:
         """Begin to draw, or join what an earlier request with the same content has begun: where the client says that
         it asks again (`retry`), or did not wait for the answer."""
@@ -222,7 +229,7 @@ class AgentSession:
         self._asked.append(AskedTurns(same, turns, draws))
         return self._asked[-1]
 
-    def _is_row(self, place: Place, prompt: Sequence[int]) -> bool:
+    def _is_row(self, place: HistoryPlace, prompt: Sequence[int]) -> bool:
         """Whether a request asks for the first turn of the row's own conversation, whatever its tools."""
         ours, given = (
             [(message["role"], message.get("content")) for message in messages]
@@ -240,7 +247,7 @@ class AgentSession:
         self._names[name] = before + 1
         return f"{name}+{before}" if before else name
 
-    def _room(self, place: Place, prompt: Sequence[int]) -> int:
+    def _room(self, place: HistoryPlace, prompt: Sequence[int]) -> int:
         """Tokens that the answer may have. SessionOver: none."""
         root = place.parent.path[0].prompt_ids if place.parent is not None else prompt
         first, most = self.data.max_prompt_length, self.talk.settings.sampling.max_tokens
@@ -277,7 +284,7 @@ class AgentSession:
     async def run(self, door: AgentDoor) -> None:
         """Run the agent; its turns are then the conversation."""
         agent, value, failure = self.talk.episode.agent, None, None
-        await agent.start()
+        await agent.reset({}, math.inf)  # waits for its place and its process
         door.admit(self)
         task = asyncio.ensure_future(agent.run(dict(self.talk.episode.row), door.base_url, self.key))
         try:

@@ -373,12 +373,7 @@ class Instance:
         self._row = row
         return _text_or_none(await self._request("reset", (row,), timeout_s))
 
-    async def start(self) -> None:
-        """Wait for a place and a process."""
-        await self._request("reset", ({},), math.inf)
-
     async def run(self, row: dict[str, Any], base_url: str, api_key: str) -> Any:
-        """What an agent returns. Cancelling the wait ends its process."""
         return await self._request("run", (row, base_url, api_key), math.inf, "the agent")
 
     async def call(self, call: ToolCall, timeout_s: float) -> Called:

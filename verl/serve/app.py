@@ -44,7 +44,7 @@ class Served:
     """An interface's route."""
 
     path: str
-    handler: Handler[ServedModel]
+    handler: Handler[Any]
     form: ErrorForm = openai_error
     method: str = "POST"
 

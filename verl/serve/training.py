@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 
 from verl.agents.base import Schema
-from verl.agents.chains import Place, Said
+from verl.agents.chains import HistoryPlace, Said
 from verl.agents.sessions import MOST_DRAWS, AgentSession, AskedTurns, SessionBusy, SessionOver
 from verl.errors import RolloutError
 from verl.rollout.base import SamplingParams
@@ -43,7 +43,7 @@ class SessionModel(ServedModel):
     session: AgentSession
     retry = False
     """The client says that it asks again."""
-    place: Place | None = None
+    place: HistoryPlace | None = None
 
     def of(self, session: AgentSession, request: Request) -> SessionModel:
         model = copy.copy(self)
@@ -76,7 +76,9 @@ class SessionModel(ServedModel):
             )
         try:
             place = self.place or session.place_ids(order.prompt_ids)
-            turns = await session.ask(place, order.prompt_ids, asked.stop, asked.max_tokens, order.n, self.retry)
+            turns = await session.ask(
+                place, order.prompt_ids, asked.stop, asked.max_tokens, order.n, self.retry
+            )
         except SessionBusy:
             raise Overloaded(f" in this session, of at most {MOST_DRAWS}") from None
         except SessionOver as over:
