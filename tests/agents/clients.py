@@ -204,6 +204,8 @@ def hostile(client, messages):
         except httpx.TransportError:
             pass  # the connection was closed while the body was on its way
     assert client.http.get("/../../etc/passwd").status_code == 404
+    huge = client.post("/chat/completions", messages=[{"role": "user", "content": "ab " * 5_000_000}])
+    assert huge.status_code == 400 and "characters" in huge.text, huge.text[:300]
     statuses = []
 
     def ask(number):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.agents.chat_tokenizers import FAMILIES
 from tests.agents.clients import ASK
 from tests.agents.conversations import TOOLS, Talk, settings_of
 from tests.agents.test_sessions import same_tokens
@@ -113,29 +114,26 @@ def agent(row):
 '''
 
 
-@pytest.fixture(scope="module")
-def ours(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    folder = tmp_path_factory.mktemp("ours")
+def ours(family: str, folder: Path) -> list[Any]:
     (folder / "tools.py").write_text(TOOLS)
-    talk = Talk("qwen2_5", settings_of(format="asking", tools=[f"{folder}/tools.py"]))
+    talk = Talk(family, settings_of(format="asking", tools=[f"{folder}/tools.py"]))
     with closing(talk.runner):
         return talk.run(range(4), max_tokens=400)
 
 
-def through(text: str, folder: Path) -> list[Any]:
+def through(text: str, folder: Path, family: str = "qwen2_5") -> list[Any]:
     (folder / "agent.py").write_text(text)
-    talk = Talk("qwen2_5", settings_of(format="asking", agent=f"{folder}/agent.py:agent"))
+    talk = Talk(family, settings_of(format="asking", agent=f"{folder}/agent.py:agent"))
     with closing(talk.runner):
         return talk.run(range(4), max_tokens=400)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("text", [OPENAI, RESPONSES, ANTHROPIC], ids=["openai", "responses", "anthropic"])
-def test_a_client_gives_the_tokens_of_a_conversation_of_ours(
-    text: str, ours: list[Any], tmp_path: Path
-) -> None:
+def test_a_client_gives_the_tokens_of_a_conversation_of_ours(text: str, family: str, tmp_path: Path) -> None:
     """Chat and messages of odd rows are streamed."""
-    found = through(text, tmp_path)
-    same_tokens(ours, found)
+    found = through(text, tmp_path, family)
+    same_tokens(ours(family, tmp_path), found)
     assert max(len(talk.model_turns) for talk in found) > 1
     assert {talk.metrics["agents/rewritten_histories"] for talk in found} == {0}
 

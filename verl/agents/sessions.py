@@ -30,6 +30,9 @@ logger = logging.getLogger(__name__)
 
 MOST_DRAWS = 64
 """Of one session, under way at a time."""
+_TOO_LONG = "context_length_exceeded"
+_LEAST = 1 << 16
+"""Characters of messages that are looked at in any case."""
 _NOTICE_S = 0.05
 """Until a client that has left is known to have."""
 _KEY = "rollout.multi_turn"
@@ -111,8 +114,18 @@ class AgentSession:
     # ---- prompts
 
     def place(self, messages: Messages, tools: Sequence[Schema]) -> HistoryPlace:
-        """Where a request of messages, with calls as they are given, belongs, and the ids of its prompt."""
-        place = self.chains.place(messages, json.dumps(list(tools), sort_keys=True))
+        """Where a request of messages, with calls as they are given, belongs, and the ids of its prompt. SessionOver:
+        they are too long."""
+        offered = json.dumps(list(tools), sort_keys=True)
+        longest = (self.data.max_prompt_length + self.data.max_response_length) * self.turns.longest_token
+        if (size := len(offered) + sum(len(str(message)) for message in messages)) > _LEAST + longest:
+            # Encoding it would keep all others waiting.
+            self._limit = "length"
+            raise SessionOver(
+                f"the messages have {size} characters, and {longest} are more than any prompt of this run",
+                _TOO_LONG,
+            )
+        place = self.chains.place(messages, offered)
         parent, chat = place.parent, self.turns.chat
         if parent is None:
             taken = chat.taken(messages, tools)
@@ -206,6 +219,7 @@ class AgentSession:
             )
         if sum(not draw.done() for asked in self._asked for draw in asked.draws) + n > MOST_DRAWS:
             raise SessionBusy
+        self._limit = ""  # the agent has found a way on
         for turn in place.replaced:
             turn.dropped = True
         if place.parent is not None:
@@ -262,7 +276,7 @@ class AgentSession:
         raise SessionOver(
             f"{what} has {len(prompt)} tokens, and there is no room for an answer (data.max_prompt_length={first}, "
             f"data.max_response_length={self.data.max_response_length})",
-            "context_length_exceeded",
+            _TOO_LONG,
         )
 
     async def _draw(self, turn: DrawnTurn, name: str, stop: tuple[str, ...], most: int) -> Response:

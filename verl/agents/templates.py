@@ -106,7 +106,7 @@ class ChatTurns:
         """At most `limit` tokens of a text: its left part, its right part, or both ends without the middle (`side`);
         where it was cut there is a mark."""
         text = str(_encodable(text))
-        most = min(len(text), limit * self._longest_token)
+        most = min(len(text), limit * self.longest_token)
         if most == len(text) and self._count(text) <= limit:
             return text
         mark = _CUT if self._count(_CUT) < limit else ""
@@ -125,7 +125,7 @@ class ChatTurns:
         return cut(fits)
 
     @cached_property
-    def _longest_token(self) -> int:
+    def longest_token(self) -> int:
         return max(map(len, self.chat.tokenizer.get_vocab()))
 
     def _count(self, text: str) -> int:

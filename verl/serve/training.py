@@ -59,7 +59,10 @@ class SessionModel(ServedModel):
         return False
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Schema]) -> list[int]:
-        self.place = self.session.place(self.given(messages, tools), tools)
+        try:
+            self.place = self.session.place(self.given(messages, tools), tools)
+        except SessionOver as over:
+            raise _over(over) from None
         return self.place.prompt_ids
 
     def text_prompt(self, text: str, special: bool = True) -> list[int]:
