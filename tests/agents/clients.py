@@ -77,7 +77,8 @@ ASKING = (
 def agent(row, base_url, api_key):
     client, messages = Client(base_url, api_key), list(row["prompt"])
     for number in range(4):
-        messages.append(client.say(messages, tools=[ASK], stream=row["start"] % 2 == 1))
+        greedy = {"temperature": 0, "top_p": 0.1, "seed": number, "max_tokens": 4000}  # the run decides these
+        messages.append(client.say(messages, tools=[ASK], stream=row["start"] % 2 == 1, **greedy))
         calls = messages[-1].get("tool_calls") or ()
         if not calls:
             break
