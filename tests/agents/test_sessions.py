@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import time
 from contextlib import closing
@@ -15,7 +16,9 @@ from tests.agents.clients import ASKING, CASES
 from tests.agents.conversations import TOOLS, Talk, settings_of
 from tests.agents.talking import plan_format
 from verl.agents.conversation import Conversation
+from verl.agents.sessions import AskedTurns
 from verl.errors import ConfigError, RolloutError
+from verl.rollout.base import Response
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
@@ -199,3 +202,24 @@ def test_a_lost_engine_ends_the_run_and_no_agent_waits(tmp_path: Path) -> None:
             talk.run(range(3))
         assert not talk.runner.door._door.sessions
     assert time.monotonic() - started < 20
+
+
+def test_an_answer_that_one_of_two_clients_has_read_is_kept() -> None:
+    async def both() -> AskedTurns:
+        async def draw() -> Response:
+            await asyncio.sleep(0.01)
+            return Response("r", 0, [5], [-1.0], "stop")
+
+        async def read(asked: AskedTurns) -> list[Response]:
+            return [response async for response in asked.answers()]
+
+        asked = AskedTurns((), [], [asyncio.ensure_future(draw())])
+        first, retry = asyncio.ensure_future(read(asked)), asyncio.ensure_future(read(asked))
+        await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.sleep(0)
+        assert asked.unread
+        assert [response.token_ids for response in await retry] == [[5]]
+        return asked
+
+    assert not asyncio.run(both()).unread

@@ -12,6 +12,7 @@ from tests.agents.chat_tokenizers import FAMILIES
 from tests.agents.clients import ASK
 from tests.agents.conversations import TOOLS, Talk, settings_of
 from tests.agents.test_sessions import same_tokens
+from tests.examples.running import EXAMPLES, INSTALLED, check_claims, run_script
 
 pytestmark = [pytest.mark.components, pytest.mark.timeout(600)]
 
@@ -146,3 +147,9 @@ def test_a_graph_continues_its_history(tmp_path: Path) -> None:
         assert talk.error is None, talk.error
         assert len(talk.rows) == 1 and talk.metrics["agents/dropped_turns"] == 0
     assert max(len(talk.model_turns) for talk in found) > 1
+
+
+def test_the_example_does_what_its_readme_says(tmp_path: Path) -> None:
+    folder = EXAMPLES / "agents" / "own_agent"
+    run_script(folder / "run_small.sh", tmp_path / "data", tmp_path, path=INSTALLED)
+    check_claims(folder / "README.md", tmp_path / "checkpoints" / "examples" / "own_agent")

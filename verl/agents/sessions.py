@@ -69,8 +69,14 @@ class AskedTurns:
     """What an equal request has, too."""
     turns: list[DrawnTurn]
     draws: list[asyncio.Task[Response]]
-    unread: bool = False
-    """The client left before it had the answer."""
+    left: bool = False
+    """A client left before it had the answer."""
+    read: bool = False
+    """A client had the whole answer."""
+
+    @property
+    def unread(self) -> bool:
+        return self.left and not self.read
 
     @property
     def failed(self) -> bool:
@@ -81,10 +87,11 @@ class AskedTurns:
         try:
             for sample, draw in enumerate(self.draws):
                 yield replace(await asyncio.shield(draw), sample=sample)
+            self.read = True
         except (asyncio.CancelledError, GeneratorExit):
             if any(draw.cancelled() for draw in self.draws):
                 raise SessionOver("the session has ended", "session_ended") from None
-            self.unread = True
+            self.left = True
             raise
 
 
@@ -205,7 +212,7 @@ class AgentSession:
             await asyncio.sleep(_NOTICE_S)  # the client may have left, and this is not known yet
         for earlier in equal:
             if retry or earlier.unread:
-                earlier.unread = False
+                earlier.left = False
                 self.joined += 1
                 return earlier
         if self._fault.done() or not self._own_time.running:
