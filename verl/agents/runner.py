@@ -103,7 +103,12 @@ class ConversationRunner:
         if name in parser_names():
             return "hermes"  # not used: agent loops read the calls
         if name == "auto":
-            name = detect_format(str(chat.tokenizer.chat_template or ""))
+            try:
+                name = detect_format(str(chat.tokenizer.chat_template or ""))
+            except ConfigError:
+                if not self.cfg.own_agent:
+                    raise
+                return "hermes"  # not used: a request that offers tools is refused
             logger.info("%s.format=auto: tool calls are read as %s", KEY, name)
         if name in TOOL_FORMATS and name != "hermes" and chat.ignores_tools:
             raise ConfigError(

@@ -173,7 +173,8 @@ class SessionServer:
             context=_NO_LIMIT,
             default_tokens=_NO_LIMIT,
         )
-        model.format = runner.agents.format
+        if runner.cfg.format != "auto":
+            model.format = runner.agents.format
         self._door = SessionDoor(model, "", MOST_BYTES)
         served = [*INTERFACES, Served("/v1/reward", _take_reward)]
         app = application(served, self._door, lambda path: lambda status: None)

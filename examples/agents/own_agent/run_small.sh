@@ -9,7 +9,7 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # the model is too small to gain 
 test -e "$data/guessing/model" || python "$here/../prepare.py" guessing --out "$data/guessing"
 
 verl train --config-path "$here/../guessing/agent.yaml" \
-    data.train_files="$data/guessing/train.jsonl" data.val_files=null \
+    data.train_files="$data/guessing/train.jsonl" data.val_files=[] \
     data.train_batch_size=16 \
     model.path="$data/guessing/model" algorithm.adv_estimator=rloo \
     rollout.multi_turn.enable=False rollout.multi_turn.environment=[] \
