@@ -100,7 +100,8 @@ def test_each_history_is_a_row_and_the_advantage_is_of_the_session(train, endpoi
             mask = batch.batch["response_mask"][rows].bool()
             assert len(set(batch.batch["advantages"][rows][mask].tolist())) == 1
             assert int(mask.sum()) == sum(talks[rows[0]].response_mask)
-    assert 1 < every.rows[0]["agents/chains/mean"] < 2 and every.rows[0]["agents/dropped_turns/mean"] == 0
+        assert every.rows[step - 1]["agents/chains/mean"] == pytest.approx(len(batch) / 12)
+        assert every.rows[step - 1]["agents/dropped_turns/mean"] == 0
     assert longest.rows[0]["agents/dropped_turns/mean"] > 0
 
 
