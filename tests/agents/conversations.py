@@ -67,7 +67,13 @@ class Talk:
     def __init__(self, family: str, cfg: MultiTurnConfig, **limits: Any) -> None:
         self.tokenizer = chat_tokenizer(family)
         self.cfg = cfg
-        self.runner = ConversationRunner(cfg, DataConfig(max_prompt_length=1900), self.tokenizer)
+        door = None
+        if cfg.own_agent:
+            from verl.serve.training import SessionServer
+
+            door = SessionServer()
+        data = DataConfig(max_prompt_length=1900)
+        self.runner = ConversationRunner(cfg, data, self.tokenizer, door=door)
         try:
             ends = self.runner.turns.end_token_ids
             letters = self.tokenizer.convert_tokens_to_ids(["a", "b", "ab", "c"])

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.agents.clients import through_endpoint
 from tests.agents.loops import AGENT, LOOP, TWO
 from tests.agents.runs import KEY, WORLD, Server, reward
 from tests.agents.talking import letter_rows, plan_format, write_rows
@@ -193,8 +194,14 @@ def counting(tmp_path: Path) -> tuple[str, ...]:
     )
 
 
+AGENTS = pytest.mark.parametrize(
+    "agents", [counting, pytest.param(through_endpoint, marks=pytest.mark.slow(seconds=4))]
+)
+
+
+@AGENTS
 @MODES
-def test_agent_loops_are_trained_once_and_aligned(go, tmp_path, mode):
+def test_agents_of_users_are_trained_once_and_aligned(go, tmp_path, mode, agents):
     """Suspended and drawn by several versions as conversations of ours are."""
     turns: set[int] = set()
 
@@ -202,17 +209,18 @@ def test_agent_loops_are_trained_once_and_aligned(go, tmp_path, mode):
         assert_aligned(loop, world=False)
         turns.update(len(talk.model_turns) for talk in loop.batch.non_tensor_batch["conversation"])
 
-    go(*mode, *counting(tmp_path), STEADY, within=within)
+    go(*mode, *agents(tmp_path), STEADY, within=within)
     assert_each_prompt_once(tmp_path / "run")
     assert turns == {1, 2}
     assert all(row["reward/failed"] == 0 for row in read_metrics(tmp_path / "run"))
 
 
 @pytest.mark.slow(seconds=4)
+@AGENTS
 @MODES
-def test_a_killed_run_of_agent_loops_trains_every_prompt_once(go, tmp_path, mode):
+def test_a_killed_run_of_agents_trains_every_prompt_once(go, tmp_path, mode, agents):
     """From what is on the disk after the third step, of which no checkpoint is: it is trained again."""
-    keys = (*mode, *counting(tmp_path), STEADY, "trainer.save_freq=1")
+    keys = (*mode, *agents(tmp_path), STEADY, "trainer.save_freq=1")
 
     def within(loop: Any) -> None:
         assert_aligned(loop, world=False)

@@ -55,7 +55,7 @@ def running(folder: Path, *words: str) -> Iterator[Running]:
         args, keys = build_parser().parse_known_args([str(folder), "--name", "tiny", *words])
         model = open_model(load(args.model, ["trainer.device=cpu", *keys]), args, stack)
         listening = stack.enter_context(listen("127.0.0.1", 0))
-        server = build_server(build_app(model, Door(KEY, args.max_body)))
+        server = build_server(build_app(Door(model, KEY, args.max_body)))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
         thread.start()
         url = address(listening)

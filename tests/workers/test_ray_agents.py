@@ -317,3 +317,32 @@ def test_generate_on_two_processes_writes_the_conversations_of_one(
     alone = rows("alone")
     assert rows("two", "trainer.n_gpus_per_node=2") == alone
     assert len(alone) == 16 and "tool" in json.dumps(alone[0])
+
+
+SENDING = """
+
+def agent(row, base_url, api_key):
+    client, messages = Client(base_url, api_key), list(row["prompt"])
+    for number in range(2):
+        messages += [client.say(messages), {"role": "user", "content": "1"}]
+    return 1.0
+"""
+
+
+def test_agents_of_users_on_two_ranks_are_those_of_one_process(
+    joined: Any, command: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.agents.clients import CLIENT
+    from verl.config.load import load_ppo_config
+    from verl.trainer.main_ppo import run
+
+    (tmp_path / "agent.py").write_text(CLIENT + SENDING)
+    own = (f"{MULTI_TURN}.agent={tmp_path}/agent.py:agent", f"{MULTI_TURN}.chains=longest")
+    found = []
+    for folder, keys in (("alone", ()), ("ranks", ("trainer.n_gpus_per_node=2",))):
+        with recorded(monkeypatch) as record:
+            run(load_ppo_config(command(*own, *keys, folder=folder)))
+        found.append(record.batches[0])
+    alone, ranks = found
+    assert ranks.rows == alone.rows and set(ranks.engine.answered) == {0, 1}
+    assert {len(each.model_turns) for each in alone.conversations} == {2}

@@ -28,7 +28,9 @@ class Turn:
     """Of the calls the model made in this turn."""
     reward: float | None = None
     prompt_ids: list[int] | None = None
-    """With history=split, what the model saw before this turn."""
+    """Where a row of its own begins with this turn: what the model saw before it."""
+    note: str | None = None
+    """Of an agent that came through the endpoint: why this turn begins or leaves a history."""
 
 
 class Conversation:
@@ -53,9 +55,11 @@ class Conversation:
         self.error: str | None = None
         """Why there can be no score: the environment could not begin, failed or is gone, or the user gave no answer."""
         self.scored = False
-        """Whether its agent loop gave `environment_reward`, so that nothing else scores it."""
+        """Whether its agent gave `environment_reward`, so that nothing else scores it."""
         self.metrics: dict[str, float] = {}
         """Of its agent loop."""
+        self.reward_extra: dict[str, Any] = {}
+        """What its agent returned with the reward."""
         self.extra: dict[str, Any] = {}
         """What its agent loop adds to `extra_info` for the reward function."""
         self.seconds = 0.0
@@ -72,6 +76,13 @@ class Conversation:
         return [turn for turn in self.turns if turn.role == "assistant"]
 
     @property
+    def rows(self) -> list[tuple[int, int, list[int]]]:
+        """The rows of a conversation whose turns have prompts: start and end of each in `token_ids`, and its prompt."""
+        starts = [turn for turn in self.turns if turn.prompt_ids is not None]
+        ends = [*(turn.start for turn in starts[1:]), len(self.token_ids)]
+        return [(turn.start, end, turn.prompt_ids or []) for turn, end in zip(starts, ends, strict=False)]
+
+    @property
     def drawn_ids(self) -> list[list[int]]:
         """What the model wrote, by turn. As one text, which is what rewards and readers get as the response, each turn
         begins on a new line."""
@@ -80,7 +91,7 @@ class Conversation:
     def add_model_turn(
         self, response: Response, text: str, *, prompt_ids: Sequence[int] | None = None
     ) -> None:
-        """What the model drew; `text` is its message. `prompt_ids`: what it saw, with history=split."""
+        """What the model drew; `text` is its message. `prompt_ids`: what it saw, where its row begins."""
         if len(response.log_probs) != len(response.token_ids):
             raise ValueError(
                 f"{response.request_id}: {len(response.token_ids)} tokens, {len(response.log_probs)} log-probs"
@@ -131,6 +142,8 @@ class Conversation:
                     line["tool_calls"] = [_plain(record) for record in turn.records]
                 if turn.reward is not None:
                     line["reward"] = turn.reward
+                if turn.note is not None:
+                    line["note"] = turn.note
                 lines.append(line)
         return lines
 
@@ -146,7 +159,9 @@ def conversation_metrics(conversations: Sequence[Conversation]) -> dict[str, flo
         metrics[f"agents/finish/{reason}"] = share / len(conversations)
     for name in sorted({name for each in conversations for name in each.metrics}):
         values = [each.metrics[name] for each in conversations if name in each.metrics]
-        if name == "num_turns":
+        if name.startswith("agents/"):
+            metrics[f"{name}/mean"] = sum(values) / len(values)
+        elif name == "num_turns":
             metrics |= {
                 "agents/num_turns/mean": sum(values) / len(values),
                 "agents/num_turns/max": max(values),
@@ -190,7 +205,7 @@ _TOKENS = {
     "versions": np.int64,
 }
 _FIELDS = ("uid", "sample", "messages", "finish_reason", "environment_reward", "error", "seconds")
-_LOOP_FIELDS = ("scored", "metrics", "extra")
+_LOOP_FIELDS = ("scored", "metrics", "extra", "reward_extra")
 
 
 def pack_conversations(conversations: Sequence[Conversation]) -> dict[str, Any]:

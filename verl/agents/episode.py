@@ -44,7 +44,9 @@ class Episode:
         self._timeout_s = agents.cfg.tool_timeout_s
         self.single_turn = agents.agent_of(row) == SINGLE_TURN
         self._instances: list[tuple[HostedInfo, Instance]] = []
-        if not self.single_turn:
+        if agents.agent is not None:
+            self._instances = [(agents.agent[1], agents.processes.instance(agents.agent[0], key, seed_key))]
+        elif not self.single_turn:
             name = agents.environment_of(row)
             hosted = [agents.environments[name]] if name else []
             hosted += agents.stateful_tools
@@ -61,6 +63,12 @@ class Episode:
             if "reset" in info.hooks:
                 texts.append(await instance.reset(dict(self.row), self._timeout_s))
         return "\n".join(text for text in texts if text) or None
+
+    @property
+    def agent(self) -> Instance:
+        """The user's agent, which comes through the endpoint."""
+        ((_, instance),) = self._instances
+        return instance
 
     async def respond(self, text: str, messages: list[Message]) -> TurnAnswer:
         """The answer to a turn of the model, the last of `messages`."""

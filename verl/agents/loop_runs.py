@@ -11,7 +11,6 @@ import copy
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -33,6 +32,7 @@ from verl.agents.configured import response_text
 from verl.agents.conversation import Conversation
 from verl.agents.hosted import Called, as_reward, finished, parameters_of
 from verl.agents.loop_audit import NotDrawn, Part, check_contexts, check_log_probs, match_draws
+from verl.agents.own_time import OwnTime
 from verl.config.sections.rollout import OWN_AGENTS, EngineConfig
 from verl.config.view import ConfigView
 from verl.errors import ConfigError, VerlError
@@ -41,8 +41,6 @@ from verl.tools.utils.tool_registry import import_class
 from verl.user_code import error_line
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from verl.agents.runner import ConversationSampler, Talk
 
 logger = logging.getLogger(__name__)
@@ -151,8 +149,7 @@ class LoopServer:
         self.conversed: Conversation | None = None
         """What `ToolAgentLoop.run` did."""
         self._prompt = list(talk.conversation.messages)
-        self._deadline: asyncio.Timeout | None = None
-        self._waiting = 0
+        self._own_time = OwnTime(self.cfg.tool_timeout_s)
         self._over = False
 
     # ---- used by loops
@@ -178,7 +175,7 @@ class LoopServer:
             await asyncio.sleep(0)  # a loop that goes on asking reaches its deadline
             return Generated([], [], "completed")
         talk = replace(self.talk, settings=replace(self.talk.settings, sampling=sampling))
-        with self.without_deadline():
+        with self._own_time.paused():
             response = await self.sampler.recorded(talk, prompt, most)
         reason = "aborted" if response.finish_reason == "abort" else "completed"
         return Generated(response.token_ids, response.log_probs, reason)
@@ -210,7 +207,7 @@ class LoopServer:
             talk.settings, sampling=replace(sampling, max_tokens=talk.settings.sampling.max_tokens)
         )
         self.conversed = own
-        with self.without_deadline():
+        with self._own_time.paused():
             own.finish_reason = await self.sampler.converse(
                 replace(talk, conversation=own, settings=settings)
             )
@@ -286,32 +283,16 @@ class LoopServer:
         asked = given.get("max_tokens") or given.get("max_new_tokens") or sampling.max_tokens
         return replace(sampling, **changed), min(sampling.max_tokens - grown, room, asked)
 
-    @contextmanager
-    def without_deadline(self) -> Iterator[None]:
-        """The loop waits for the policy, or for calls with a deadline of their own."""
-        self._waiting += 1
-        self._set_deadline()
-        try:
-            yield
-        finally:
-            self._waiting -= 1
-            self._set_deadline()
-
-    def _set_deadline(self) -> None:
-        if self._deadline is not None and not self._deadline.expired() and not self._over:
-            now = asyncio.get_running_loop().time()
-            self._deadline.reschedule(None if self._waiting else now + self.cfg.tool_timeout_s)
-
     # ---- running one
 
     async def run(self, name: str) -> None:
         """Run the loop; its conversation is then the audited row, or has the reason why there is none."""
         conversation = self.talk.conversation
         try:
-            async with asyncio.timeout(self.cfg.tool_timeout_s) as self._deadline:
+            async with self._own_time.limit():
                 loop = self.loops.build(name, self)
                 output = await _call(loop.run, **self._arguments(name))
-            self._over = True
+            self._end()
             self._take(output)
         except NotDrawn as error:
             conversation.error = f"the agent loop {name} returned a row that cannot be trained: {error}"
@@ -319,7 +300,7 @@ class LoopServer:
             raise
         except TimeoutError as error:
             conversation.error = f"the agent loop {name} failed: {error}{error_line(error)}"
-            if self._deadline is not None and self._deadline.expired():
+            if self._own_time.expired:
                 conversation.error = (
                     f"the agent loop {name} neither asked the policy nor returned for {self.cfg.tool_timeout_s:g} "
                     "seconds (multi_turn.tool_timeout_s)"
@@ -327,10 +308,14 @@ class LoopServer:
         except Exception as error:
             failure = f"{type(error).__name__}: {error}{error_line(error)}"
             conversation.error = f"the agent loop {name} failed with {failure}"
-        self._over = True
+        self._end()
         if conversation.error is not None:
             conversation.finish_reason = "abort"
             logger.debug("%s", conversation.error)
+
+    def _end(self) -> None:
+        self._over = True
+        self._own_time.end()
 
     def _arguments(self, name: str) -> dict[str, Any]:
         """What `run` gets: the columns of the row, under verl's names."""

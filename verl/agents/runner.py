@@ -25,6 +25,7 @@ from verl.agents.episode import Episode, TurnAnswer
 from verl.agents.formats import detect_format, get_format, parser_names
 from verl.agents.loop_audit import Drawn
 from verl.agents.loop_runs import AgentLoops, LoopServer
+from verl.agents.sessions import AgentDoor, AgentSession
 from verl.agents.templates import ChatTurns
 from verl.agents.toolset import END_S, KEY, ROUTING_COLUMNS, ROW_FIELDS, Agents
 from verl.config.sections.data import PromptsConfig
@@ -51,10 +52,13 @@ class ConversationRunner:
         tokenizer: Any,
         stop_ids: Iterable[int] = (),
         loops: AgentLoops | None = None,
+        door: AgentDoor | None = None,
     ) -> None:
+        """`door`: where agents of users send their requests."""
         self.cfg = cfg
         self.data = data
         self.loops = loops
+        self.door = door
         # Of its own: conversations go on in a thread of theirs while others tokenize.
         chat = ChatFormat.of(copy.deepcopy(tokenizer), data)
         if cfg.tool_response_truncate_side != "middle":
@@ -65,19 +69,33 @@ class ConversationRunner:
             )
         names, default = (loops.loops, loops.default) if loops is not None else ((), None)
         self.agents = agents = Agents(cfg, get_format(self.format_name(chat)), names, default)
-        self.schemas, self.gives_rewards, self.close = agents.schemas, agents.gives_rewards, agents.close
+        self.schemas, self.gives_rewards = agents.schemas, agents.gives_rewards
         try:
-            self.turns = ChatTurns(
-                chat,
-                tools=self.agents.has_tools,
-                users=self.agents.has_user,
-                # An agent loop alone renders its prompts itself.
-                history=cfg.history if cfg.enable or loops is None else "split",
-                stop_ids=stop_ids,
-            )
+            self.turns = self._chat_turns(chat, stop_ids)
+            if door is not None:
+                agents.wait_for(door.open(self))
         except BaseException:
-            self.agents.close()
+            self.close()
             raise
+
+    def _chat_turns(self, chat: ChatFormat, stop_ids: Iterable[int]) -> ChatTurns:
+        cfg, agents = self.cfg, self.agents
+        # An agent loop alone renders its prompts itself.
+        append = cfg.enable or cfg.own_agent or self.loops is None
+        history = cfg.history if append else "split"
+        tools, users = agents.has_tools, agents.has_user
+        try:
+            return ChatTurns(chat, tools=tools, users=users, history=history, stop_ids=stop_ids)
+        except ConfigError as error:
+            if not cfg.own_agent:
+                raise
+            turns = ChatTurns(chat, tools=True, users=False, history=history, stop_ids=stop_ids)
+            logger.info("what the user says after the model's first turn begins another history: %s", error)
+            return turns
+
+    def close(self) -> None:
+        """Disconnect and end processes. Safe to call twice."""
+        self.agents.close(self.door)
 
     def format_name(self, chat: ChatFormat) -> str:
         """How calls are written. A template without a place for tools gets them described in hermes' format."""
@@ -85,7 +103,12 @@ class ConversationRunner:
         if name in parser_names():
             return "hermes"  # not used: agent loops read the calls
         if name == "auto":
-            name = detect_format(str(chat.tokenizer.chat_template or ""))
+            try:
+                name = detect_format(str(chat.tokenizer.chat_template or ""))
+            except ConfigError:
+                if not self.cfg.own_agent:
+                    raise
+                return "hermes"  # not used: a request that offers tools is refused
             logger.info("%s.format=auto: tool calls are read as %s", KEY, name)
         if name in TOOL_FORMATS and name != "hermes" and chat.ignores_tools:
             raise ConfigError(
@@ -223,7 +246,11 @@ class ConversationSampler(Sampler):
         conversation, episode, started = talk.conversation, talk.episode, time.monotonic()
         try:
             loops, name = self.runner.loops, self.agents.agent_of(episode.row)
-            if loops is not None and name is not None and name in loops.loops:
+            if self.runner.door is not None:
+                await AgentSession(self, talk).run(self.runner.door)
+                self.engine.release([episode.key])
+                await episode.end()
+            elif loops is not None and name is not None and name in loops.loops:
                 await LoopServer(loops, self, talk).run(name)
                 self.engine.release([episode.key])
                 await episode.end()
@@ -283,10 +310,10 @@ class ConversationSampler(Sampler):
         drawn.response = await self.draw(talk, prompt, most)
         return drawn.response
 
-    async def draw(self, talk: Talk, prompt: list[int], most: int) -> Response:
-        """The next turn of the model, of at most so many tokens."""
+    async def draw(self, talk: Talk, prompt: list[int], most: int, name: str | None = None) -> Response:
+        """The next turn of the model, of at most so many tokens. `name`: instead of its number."""
         key, turns = talk.episode.key, talk.conversation.model_turns
-        turn = len(turns) if talk.draws is None else len(talk.draws) - 1
+        turn = name or (len(turns) if talk.draws is None else len(talk.draws) - 1)
         return await self.sample(
             Request(
                 f"{key}/{turn}",

@@ -67,7 +67,7 @@ class EndpointSampler(WrittenSampler):
         self.endpoint, self.longest = endpoint, longest
         self._limit = "max_tokens"
 
-    async def draw(self, talk: Talk, prompt: list[int], most: int) -> Response:
+    async def draw(self, talk: Talk, prompt: list[int], most: int, name: str | None = None) -> Response:
         sampling, schemas = talk.settings.sampling, self.agents.schemas(talk.episode.row)
         request: dict[str, Any] = {
             "messages": self.spoken(talk.conversation.messages),
@@ -145,7 +145,7 @@ class TypedSampler(WrittenSampler):
         self.ask = ask
         self._shown = 0
 
-    async def draw(self, talk: Talk, prompt: list[int], most: int) -> Response:
+    async def draw(self, talk: Talk, prompt: list[int], most: int, name: str | None = None) -> Response:
         messages = talk.conversation.messages
         if not talk.conversation.turns:
             self._shown = 0

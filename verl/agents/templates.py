@@ -34,6 +34,8 @@ class ChatTurns:
 
         `stop_ids`: further tokens that end a turn, as the model's generation config names them."""
         self.chat = chat
+        self.users = users
+        """Whether users may answer the model."""
         self._name = f"The chat template of '{chat.tokenizer.name_or_path}'"
         never = chat.apply_chat_template == "never"
         if never or not chat.tokenizer.chat_template:
@@ -56,7 +58,7 @@ class ChatTurns:
             found = {self._find_end(answers) for probe in self._conversations for answers in probe}
             self.end_token_ids = tuple(sorted(token for token in found if token is not None))
             """What the template ends a turn with, where that is a special token: generation has to stop there."""
-            self._stops = {*self.end_token_ids, chat.tokenizer.eos_token_id, *stop_ids}
+            self.stop_ids = {*self.end_token_ids, chat.tokenizer.eos_token_id, *stop_ids}
             self._styles = self._find_styles()
             for style in self._styles:
                 for conversation in self._conversations:
@@ -89,7 +91,7 @@ class ChatTurns:
 
     def text(self, drawn: Sequence[int]) -> str:
         """A turn as the content of its message: without the token that ends it, with all other special tokens."""
-        return self.chat.drawn_text(drawn[:-1] if drawn and drawn[-1] in self._stops else drawn)
+        return self.chat.drawn_text(drawn[:-1] if drawn and drawn[-1] in self.stop_ids else drawn)
 
     def tool_message(self, name: str, text: str, call_id: str) -> Message:
         """The answer of a tool as a message of this template."""
@@ -104,7 +106,7 @@ class ChatTurns:
         """At most `limit` tokens of a text: its left part, its right part, or both ends without the middle (`side`);
         where it was cut there is a mark."""
         text = str(_encodable(text))
-        most = min(len(text), limit * self._longest_token)
+        most = min(len(text), limit * self.longest_token)
         if most == len(text) and self._count(text) <= limit:
             return text
         mark = _CUT if self._count(_CUT) < limit else ""
@@ -123,7 +125,7 @@ class ChatTurns:
         return cut(fits)
 
     @cached_property
-    def _longest_token(self) -> int:
+    def longest_token(self) -> int:
         return max(map(len, self.chat.tokenizer.get_vocab()))
 
     def _count(self, text: str) -> int:

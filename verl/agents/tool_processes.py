@@ -12,6 +12,7 @@ import asyncio
 import hashlib
 import importlib
 import logging
+import math
 import pickle
 import random
 import socket
@@ -22,6 +23,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 from weakref import WeakValueDictionary
 
+from verl.agents.agent_code import load_agent
 from verl.agents.base import FailureKind, Message, ToolCall, ToolFailed, ToolsLost
 from verl.agents.builtin_tools import BuiltinTools, load_builtin
 from verl.agents.hosted import Called, Hosted, HostedFactory, HostedInfo, as_reward
@@ -50,7 +52,7 @@ _output_log = logging.getLogger("verl.agents.output")
 class Target:
     """What to import."""
 
-    kind: Literal["builtin", "tools", "environment", "user"]
+    kind: Literal["builtin", "tools", "environment", "user", "agent", "command"]
     spec: str
     builtin: BuiltinTools | None = None
 
@@ -65,6 +67,8 @@ def serve_targets(targets: Sequence[Target]) -> Service:
     for number, target in enumerate(targets):
         if target.kind == "environment":
             loaded += [(number, factory) for factory in load_environment(target.spec)]
+        elif target.kind in ("agent", "command"):
+            loaded.append((number, load_agent(target.spec, command=target.kind == "command")))
         elif target.builtin is not None:
             loaded.append((number, load_builtin(target.builtin)))
         else:
@@ -368,6 +372,9 @@ class Instance:
     async def reset(self, row: dict[str, Any], timeout_s: float) -> str | None:
         self._row = row
         return _text_or_none(await self._request("reset", (row,), timeout_s))
+
+    async def run(self, row: dict[str, Any], base_url: str, api_key: str) -> Any:
+        return await self._request("run", (row, base_url, api_key), math.inf, "the agent")
 
     async def call(self, call: ToolCall, timeout_s: float) -> Called:
         return _called(await self._request("call", (call.name, call.arguments), timeout_s, call.name))

@@ -89,6 +89,8 @@ class Agents:
         self.environments: dict[str, tuple[int, HostedInfo]] = {}
         self.stateful_tools: list[tuple[int, HostedInfo]] = []
         self.user: tuple[int, HostedInfo] | EndpointUser | None = None
+        self.agent: tuple[int, HostedInfo] | None = None
+        """The user's, which comes through the endpoint."""
         self.text_server: TextServer | None = None
         self.providers: list[ToolProvider] = []
         self.processes = ToolProcesses([])
@@ -111,6 +113,8 @@ class Agents:
         targets = [Target("tools", spec) for spec in cfg.tools]
         targets += [Target("environment", spec) for spec in cfg.environment]
         targets += [Target("user", cfg.user.path)] if cfg.user.path else []
+        targets += [Target("agent", cfg.agent)] if cfg.agent else []
+        targets += [Target("command", cfg.agent_command)] if cfg.agent_command else []
         if targets:
             self.processes = ToolProcesses(targets)
             await self.processes.open()
@@ -137,6 +141,8 @@ class Agents:
             if info.name in self.environments:
                 raise ConfigError(f"{KEY}.environment: two environments are called {info.name!r}; rename one")
             self.environments[info.name] = (number, info)
+        elif target.kind in ("agent", "command"):
+            self.agent = (number, info)
         elif target.kind == "user":
             self.user = (number, info)
         elif info.stateful:
@@ -161,18 +167,18 @@ class Agents:
                 f"with {KEY}.tools, environment or mcp; use one of them"
             )
 
-    def close(self) -> None:
-        """Disconnect and end processes. Safe to call twice."""
+    def close(self, door: Any = None) -> None:
+        """Disconnect and end processes, and `door` after the conversations. Safe to call twice."""
         if self.loop.is_closed() or self._blocked:
             return
-        self.wait_for(self._close())
+        self.wait_for(self._close(door))
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
         self.loop.close()
 
-    async def _close(self) -> None:
+    async def _close(self, door: Any) -> None:
         await _cancel(self._conversations)
-        closing: list[Any] = [*self.providers, self.processes, self.text_server]
+        closing: list[Any] = [*self.providers, self.processes, self.text_server, door]
         closing += [self.user] if isinstance(self.user, EndpointUser) else []
         for each in closing:
             if each is not None:
@@ -192,11 +198,15 @@ class Agents:
 
     @property
     def has_user(self) -> bool:
-        return self.user is not None or any("user" in info.hooks for _, info in self.environments.values())
+        return bool(self.user or self.agent) or any(
+            "user" in info.hooks for _, info in self.environments.values()
+        )
 
     @property
     def has_tools(self) -> bool:
-        return self.text_server is not None or any(self._schemas(name) for name in (*self.environments, ""))
+        return bool(self.text_server or self.agent) or any(
+            self._schemas(name) for name in (*self.environments, "")
+        )
 
     @property
     def gives_rewards(self) -> bool:

@@ -178,9 +178,10 @@ class _TurnSample:
 
 
 def split_turns(batch: DataProto, pad_token_id: int) -> DataProto:
-    """One row per model turn (history=split) from rollouts of one row per conversation (column `conversation`).
+    """One row for each part of a conversation that has a prompt of its own (every model turn with history=split, every
+    history of an agent) from rollouts of one row per conversation (column `conversation`).
 
-    A row has the prompt its turn was drawn from and the turn's part of every [B,T] tensor; [B] tensors and columns are
+    A row has the prompt its part was drawn from and the part of every [B,T] tensor; [B] tensors and columns are
     repeated. New column: `session`, equal for the rows of a conversation, which stay together and in order. A
     conversation without a model turn keeps one row, with an empty response."""
     T = batch.batch["responses"].shape[1]
@@ -192,14 +193,13 @@ def split_turns(batch: DataProto, pad_token_id: int) -> DataProto:
     names: list[str] = []
     for row, conversation in enumerate(batch.non_tensor_batch["conversation"]):
         name = f"{conversation.uid}#{conversation.sample}"
-        turns = [turn for turn in conversation.turns if turn.role == "assistant"]
-        if any(turn.prompt_ids is None for turn in turns):
+        drawn = [turn for turn in conversation.turns if turn.role == "assistant"]
+        if drawn and drawn[0].prompt_ids is None:
             raise DataError(
-                f"A turn of conversation {name} has no prompt of its own: only rollouts of history=split can be split."
+                f"A turn of conversation {name} has no prompt of its own: only rollouts of history=split, and of an "
+                "agent with several histories, can be split."
             )
-        pieces = [(turn.start, turn.end, turn.prompt_ids) for turn in turns] or [
-            (0, 0, conversation.prompt_ids)
-        ]
+        pieces = conversation.rows or [(0, 0, conversation.prompt_ids)]
         for number, (start, end, prompt_ids) in enumerate(pieces, start=1):
             rows.append(row)
             names.append(name)

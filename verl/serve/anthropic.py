@@ -138,9 +138,15 @@ def _tools(fields: Fields) -> OfferedTools:
     for tool in fields.list_of("tools") or []:
         if not isinstance(tool, dict) or tool.get("type", "custom") != "custom":
             raise unsupported("tools", "with a tool of the server: only your own")
-        function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
-        optional = {name: tool[name] for name in ("description", "strict") if name in tool}
-        tools.append({"type": "function", "function": function | optional})
+        named = {
+            "name": "name",
+            "description": "description",
+            "input_schema": "parameters",
+            "strict": "strict",
+        }
+        # In the order in which OpenAI's clients and ours have them: templates write schemas as they are.
+        function = {ours: tool[theirs] for theirs, ours in named.items() if theirs in tool}
+        tools.append({"type": "function", "function": function})
     choice = fields.mapping("tool_choice") or {"type": "auto"}
     kinds = {"auto": "auto", "any": "required", "tool": "function", "none": "none"}
     if choice.get("type") not in kinds:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,23 +40,51 @@ _STOP_S = 5
 
 
 @dataclass(frozen=True)
-class _Served:
+class Served:
     """An interface's route."""
 
     path: str
-    handler: Handler
+    handler: Handler[Any]
     form: ErrorForm = openai_error
     method: str = "POST"
 
 
-def build_app(model: ServedModel, door: Door) -> Starlette:
-    """The application. /health and nothing else is answered without the key."""
-    metrics = ServerMetrics(model)
-    completions, messages = CompletionServer(model), MessagesServer(model)
+async def _models(model: ServedModel, fields: Fields) -> dict[str, Any]:
+    about = {"id": model.name, "object": "model", "created": model.created, "owned_by": "verl"}
+    return {"object": "list", "data": [about | {"max_model_len": model.context}]}
 
-    async def models(fields: Fields) -> dict[str, Any]:
-        about = {"id": model.name, "object": "model", "created": model.created, "owned_by": "verl"}
-        return {"object": "list", "data": [about | {"max_model_len": model.context}]}
+
+INTERFACES = [
+    Served("/v1/models", _models, method="GET"),
+    Served("/v1/chat/completions", lambda model, fields: ChatServer(model).answer(fields)),
+    Served("/v1/responses", lambda model, fields: ResponsesServer(model).answer(fields)),
+    Served("/v1/completions", lambda model, fields: CompletionServer(model).answer(fields)),
+    Served("/v1/messages", lambda model, fields: MessagesServer(model).answer(fields), anthropic_error),
+    Served(
+        "/v1/messages/count_tokens",
+        lambda model, fields: MessagesServer(model).count(fields),
+        anthropic_error,
+    ),
+    # lm-eval asks beside the address it was given, without /v1.
+    *(
+        Served(f"{prefix}/tokenize", lambda model, fields: CompletionServer(model).tokenize(fields))
+        for prefix in ("", "/v1")
+    ),
+    *(
+        Served(
+            f"{prefix}/tokenizer_info",
+            lambda model, fields: CompletionServer(model).tokenizer_info(fields),
+            method="GET",
+        )
+        for prefix in ("", "/v1")
+    ),
+]
+
+
+def build_app(door: Door[ServedModel]) -> Starlette:
+    """The application of `verl serve`. /health and nothing else is answered without the key."""
+    model = door.model
+    metrics = ServerMetrics(model)
 
     async def health(request: Request) -> Response:
         return JSONResponse(
@@ -70,29 +98,22 @@ def build_app(model: ServedModel, door: Door) -> Starlette:
             return error_response(error, openai_error)
         return Response(metrics.text(), media_type=prometheus_client.CONTENT_TYPE_LATEST)
 
-    served = [
-        _Served("/v1/models", models, method="GET"),
-        _Served("/v1/chat/completions", ChatServer(model).answer),
-        _Served("/v1/responses", ResponsesServer(model).answer),
-        _Served("/v1/completions", completions.answer),
-        _Served("/v1/messages", messages.answer, anthropic_error),
-        _Served("/v1/messages/count_tokens", messages.count, anthropic_error),
-        # lm-eval asks beside the address it was given, without /v1.
-        *(_Served(f"{prefix}/tokenize", completions.tokenize) for prefix in ("", "/v1")),
-        *(
-            _Served(f"{prefix}/tokenizer_info", completions.tokenizer_info, method="GET")
-            for prefix in ("", "/v1")
-        ),
-    ]
+    return application(
+        INTERFACES, door, metrics.counter, Route("/health", health), Route("/metrics", exposed)
+    )
+
+
+def application(
+    served: Sequence[Served],
+    door: Door[Any],
+    counter: Callable[[str], Callable[[int], None]],
+    *more: Route,
+) -> Starlette:
+    """Answers these routes, and says of any other which there are."""
     routes = [
-        Route(
-            each.path,
-            door.endpoint(each.handler, each.form, metrics.counter(each.path)),
-            methods=[each.method],
-        )
+        Route(each.path, door.endpoint(each.handler, each.form, counter(each.path)), methods=[each.method])
         for each in served
     ]
-    routes += [Route("/health", health), Route("/metrics", exposed)]
 
     def refused(status: int, why: str) -> Callable[[Request, Exception], Awaitable[Response]]:
         async def answer(request: Request, error: Exception) -> Response:
@@ -103,7 +124,7 @@ def build_app(model: ServedModel, door: Door) -> Starlette:
         return answer
 
     return Starlette(
-        routes=routes,
+        routes=[*routes, *more],
         exception_handlers={
             404: refused(404, "there is no such route"),
             405: refused(405, "another method is needed"),
@@ -160,7 +181,7 @@ def address(listening: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def build_server(app: Starlette) -> uvicorn.Server:
+def build_server(app: Starlette, most_connections: int | None = MOST_CONNECTIONS) -> uvicorn.Server:
     """`run(sockets=[...])` serves until a signal or `should_exit`."""
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     config = uvicorn.Config(
@@ -168,7 +189,7 @@ def build_server(app: Starlette) -> uvicorn.Server:
         log_config=None,
         access_log=False,
         lifespan="off",
-        limit_concurrency=MOST_CONNECTIONS,
+        limit_concurrency=most_connections,
         timeout_graceful_shutdown=_STOP_S,
         server_header=False,
     )

@@ -107,7 +107,7 @@ class EngineThread:
         """`n` samples as they end and, with `streamed` and an engine that can tell, what they have before. Closing the
         iterator ends those that are under way. RolloutError: the request cannot be served, or the engine failed."""
         if self.in_flight + n > self.most_samples:
-            raise Overloaded
+            raise Overloaded(" (--max-samples)")
         self.in_flight += n
         loop = asyncio.get_running_loop()
         arrived: asyncio.Queue[SamplePart | BaseException] = asyncio.Queue()

@@ -19,7 +19,7 @@ _MOST_STOPS = 16
 
 def check_model(fields: Fields, model: ServedModel) -> None:
     name = fields.text("model")
-    if name is not None and name != model.name:
+    if name is not None and not model.is_called(name):
         message = f"the model {name!r} is not here; this server has {model.name!r}"
         raise ApiError(404, message, param="model", code="model_not_found")
 

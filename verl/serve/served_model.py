@@ -123,6 +123,9 @@ class ServedModel:
         ends = self.chat.encode_following([self.chat.turn_end or ""])[0][:2]
         self.turn_ids = frozenset(token for token in ends if token in self.chat.atomic_ids)
 
+    def is_called(self, name: str) -> bool:
+        return name == self.name
+
     # ---- prompts
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Schema]) -> list[int]:
@@ -134,13 +137,17 @@ class ServedModel:
         )[0]
 
     def _read(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Schema]) -> Messages:
+        return self.chat.taken(self.given(messages, tools), tools)
+
+    def given(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Schema]) -> Messages:
+        """Messages, with calls and answers of tools as the request has them. DataError where there is none."""
         if not messages or not all(isinstance(message, Mapping) for message in messages):
             raise DataError("'messages' must be a list of at least one message with 'role' and 'content'")
         if tools and self.format is None:
             raise DataError(f"this model's tools cannot be served: {self._no_format}")
         # OpenAI's later name of the system's role, which templates do not know.
         named = [{**m, "role": "system"} if m.get("role") == "developer" else m for m in messages]
-        read = self.chat.messages_of(named, _WHERE, tools)
+        read = self.chat.read_prompt(named, _WHERE)
         if read is None:
             raise DataError("'messages' must be a list of messages with 'role' and 'content'")
         return read

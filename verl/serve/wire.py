@@ -7,10 +7,10 @@ import hmac
 import json
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -139,7 +139,8 @@ class EventStream:
     chunks: AsyncIterator[str]
 
 
-Handler = Callable[[Fields], Awaitable[dict[str, Any] | EventStream]]
+Model = TypeVar("Model")
+Handler = Callable[[Model, Fields], Awaitable[dict[str, Any] | EventStream]]
 
 
 def event(data: Any, name: str | None = None) -> str:
@@ -147,18 +148,28 @@ def event(data: Any, name: str | None = None) -> str:
     return (f"event: {name}\n" if name else "") + f"data: {written}\n\n"
 
 
-@dataclass(frozen=True)
-class Door:
+def given_key(request: Request) -> str:
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key") or ""
+
+
+@dataclass
+class Door(Generic[Model]):
     """What a request must pass before a handler sees it."""
 
+    model: Model
+    """What handlers answer with."""
     key: str
     most_bytes: int
 
+    @contextmanager
+    def admitted(self, request: Request) -> Iterator[Model]:
+        """What answers this request."""
+        self.check_key(request)
+        yield self.model
+
     def check_key(self, request: Request) -> None:
-        given = request.headers.get("x-api-key") or ""
-        scheme, _, token = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() == "bearer":
-            given = token.strip()
+        given = given_key(request)
         if not hmac.compare_digest(given.encode("utf-8", "replace"), self.key.encode()):
             raise ApiError(
                 401,
@@ -192,15 +203,15 @@ class Door:
         return Fields(value)
 
     def endpoint(
-        self, handler: Handler, form: ErrorForm, count: Callable[[int], None]
+        self, handler: Handler[Model], form: ErrorForm, count: Callable[[int], None]
     ) -> Callable[[Request], Awaitable[Response]]:
         """`count` is called with the status of every answer."""
 
         async def answer(request: Request) -> Response:
             try:
-                self.check_key(request)
-                fields = await self.fields(request) if request.method == "POST" else Fields({})
-                response = await unless_gone(request, _begun(handler, fields, form))
+                with self.admitted(request) as model:
+                    fields = await self.fields(request) if request.method == "POST" else Fields({})
+                    response = await unless_gone(request, _begun(handler(model, fields), form))
             except ClientDisconnect:
                 count(499)
                 return Response(status_code=499)  # nobody reads it
@@ -212,9 +223,9 @@ class Door:
         return answer
 
 
-async def _begun(handler: Handler, fields: Fields, form: ErrorForm) -> Response:
+async def _begun(work: Awaitable[dict[str, Any] | EventStream], form: ErrorForm) -> Response:
     """The headers of a stream go out with its first event: what goes wrong before has a status of its own."""
-    answered = await handler(fields)
+    answered = await work
     if not isinstance(answered, EventStream):
         return JSONResponse(answered)
     chunks = answered.chunks
@@ -264,7 +275,7 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, Overloaded):
-        return ApiError(429, "too many requests are under way (--max-samples); try again", code="overloaded")
+        return ApiError(429, f"too many requests are under way{error}; try again", code="overloaded")
     if isinstance(error, DataError | ModelError):
         return ApiError(400, str(error), param="messages")
     if isinstance(error, RolloutError):

@@ -118,9 +118,9 @@ def open_run(
         try:
             check_rewards(rewards, loaders, several_turns=agents is not None)
         except RewardError as error:
-            if not cfg.actor_rollout_ref.rollout.agent.given or chooses_reward(cfg.reward, reward_function):
+            if not cfg.actor_rollout_ref.rollout.runs_agents or chooses_reward(cfg.reward, reward_function):
                 raise
-            logger.warning("%s Without one the agent loops must give reward_score.", error)
+            logger.warning("%s Without one the agents must give the rewards.", error)
         total = cfg.trainer.total_training_steps or len(train_loader) * cfg.trainer.total_epochs
         if not cfg.trainer.val_only:
             require_profiled_steps(cfg.trainer, total)

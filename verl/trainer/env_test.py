@@ -104,12 +104,10 @@ def load(words: list[str], args: argparse.Namespace) -> PPOConfig:
     model, multi_turn = cfg.actor_rollout_ref.model, cfg.actor_rollout_ref.rollout.multi_turn
     if f"{_MULTI_TURN}.enable" in cfg.user_set and not multi_turn.enable:
         raise ConfigError(f"'{_MULTI_TURN}.enable' is False: there is no conversation to try; set it to True")
-    multi_turn.enable = multi_turn.enable or not cfg.actor_rollout_ref.rollout.agent.given
+    multi_turn.enable = multi_turn.enable or not cfg.actor_rollout_ref.rollout.runs_agents
     written = args.endpoint or args.by_hand
-    if written and cfg.actor_rollout_ref.rollout.agent.given:
-        raise ConfigError(
-            "an agent loop asks for tokens: try it with a model, without --endpoint and --by-hand"
-        )
+    if written and cfg.actor_rollout_ref.rollout.runs_agents:
+        raise ConfigError("an agent asks for tokens: try it with a model, without --endpoint and --by-hand")
     if written:
         multi_turn.format = "hermes"
     given = model.path, cfg.data.train_files

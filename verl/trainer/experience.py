@@ -211,14 +211,14 @@ def submit_rewards(
             failures[first + row] = RewardResult(None, error=conversation.error)
             continue
         if conversation is not None and conversation.scored:
-            failures[first + row] = RewardResult(0.0)  # the reward of its agent loop is added
+            # The reward of its agent is added.
+            failures[first + row] = RewardResult(0.0, extra=dict(conversation.reward_extra))
             continue
         if texts is not None and conversation is None:
             texts[row] = text
-        # What data.max_response_length bounds: all tokens, or with history=split those of the longest turn.
-        turns = [] if conversation is None else conversation.model_turns
-        split = any(turn.prompt_ids is not None for turn in turns)
-        length = max(turn.end - turn.start for turn in turns) if split else len(result.token_ids)
+        # What data.max_response_length bounds: all tokens, or with history=split those of the longest row.
+        rows = [] if conversation is None else conversation.rows
+        length = max((end - start for start, end, _ in rows), default=len(result.token_ids))
         sample = reward_sample(
             prompts,
             row,

@@ -131,7 +131,7 @@ def serve(args: argparse.Namespace, cfg: GenerationConfig, stack: ExitStack) -> 
     key = given or secrets.token_urlsafe(24)
     listening = stack.enter_context(closing(listen(args.host, args.port)))  # before the model takes its time
     model = open_model(cfg, args, stack)
-    server = build_server(build_app(model, Door(key, args.max_body)))
+    server = build_server(build_app(Door(model, key, args.max_body)))
     logger.info("%s at %s/v1", model.name, address(listening))
     if not given:
         logger.info("key: %s", key)

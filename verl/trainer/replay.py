@@ -78,12 +78,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def converses(recorded: Recorded) -> bool:
-    """Whether responses are conversations: of `rollout.multi_turn`, or of an agent loop."""
+    """Whether responses are conversations."""
     agent = AgentConfig(
         recorded.get(f"{_ROLLOUT}.agent.default_agent_loop", OWN_AGENTS[0]),
         recorded.get(f"{_ROLLOUT}.agent.agent_loop_config_path"),
     )
-    return bool(recorded.get(f"{_ROLLOUT}.multi_turn.enable", False)) or agent.given
+    own = any(recorded.get(f"{_ROLLOUT}.multi_turn.{name}") for name in ("enable", "agent", "agent_command"))
+    return own or agent.given
 
 
 def depends_on_time(cfg: PPOConfig | OfflineConfig, found: Comparison) -> list[str]:

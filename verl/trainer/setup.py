@@ -20,7 +20,7 @@ from verl.config.load import recorded
 from verl.config.recipes import COMMANDS
 from verl.config.sources import leaves
 from verl.data.tokenizer import generation_stop_ids
-from verl.errors import CheckpointError, ConfigError
+from verl.errors import CheckpointError, ConfigError, missing_package
 from verl.observe.console import number_text, show_lines, shown_path, typed
 from verl.observe.jsonl import jsonable
 from verl.observe.live import live as live_table
@@ -105,8 +105,16 @@ def open_agents(
         return None
     from verl.agents.runner import AgentLoops, ConversationRunner
 
-    loops, stops = AgentLoops(cfg, rollout, tokenizer), generation_stop_ids(model_path)
-    return ConversationRunner(rollout.multi_turn, cfg.data, tokenizer, stops, loops)
+    multi_turn, stops, door = rollout.multi_turn, generation_stop_ids(model_path), None
+    loops = AgentLoops(cfg, rollout, tokenizer)
+    if multi_turn.own_agent:
+        try:
+            from verl.serve.training import SessionServer
+        except ImportError as error:
+            key = "rollout.multi_turn.agent" + ("" if multi_turn.agent else "_command")
+            raise missing_package(str(error.name).partition(".")[0], "serve", key) from error
+        door = SessionServer()
+    return ConversationRunner(multi_turn, cfg.data, tokenizer, stops, loops, door)
 
 
 def open_run_folder(cfg: BaseTrainerConfig) -> RunFolder:

@@ -55,6 +55,9 @@ class MultiTurnUserConfig:
     )
 
 
+_OWN_AGENT = ".agent or .agent_command"
+
+
 @dataclass
 class MultiTurnConfig:
     """Conversations of several turns: tools, environments, simulated users."""
@@ -67,6 +70,27 @@ class MultiTurnConfig:
         [],
         "class, one instance per sample: file.py:Name or module:Name; or a list (column environment)",
         path=True,
+    )
+    agent: str | None = key(
+        None,
+        "an agent of your own, FILE.py:function: it talks to the policy over HTTP, as to OpenAI or Anthropic",
+        path=True,
+    )
+    agent_command: str | None = key(None, "the same as a program, which gets the row on its stdin")
+    agent_timeout_s: float = key(
+        300.0, "seconds such an agent may take between two answers of the policy", gt=0, used_if=_OWN_AGENT
+    )
+    agent_failure: str = key(
+        "mask",
+        "what such an agent did before it failed: left out of training, or scored like the others",
+        known=("mask", "score"),
+        used_if=_OWN_AGENT,
+    )
+    chains: str = key(
+        "all",
+        "where such an agent has several histories: train them all, each a row, or the longest alone",
+        known=("all", "longest"),
+        used_if=_OWN_AGENT,
     )
     tool_server: str | None = key(None, "address of an HTTP server that runs the tools")
     mcp: list[str] = key([], "MCP servers: an HTTP address or a command; or a list")
@@ -103,12 +127,22 @@ class MultiTurnConfig:
         return bool(named or self.user.path or self.user.base_url)
 
     @property
+    def own_agent(self) -> str | None:
+        """The user's agent, which comes through the endpoint."""
+        return self.agent or self.agent_command
+
+    @property
     def splits(self) -> bool:
         """Whether a conversation becomes several rows."""
+        if self.own_agent:
+            return self.history == "split" or self.chains == "all"
         return self.enable and self.history == "split"
 
     def errors(self, name: str) -> Iterator[str]:
         """What is wrong within the section called `name`."""
+        if self.own_agent and (self.answers or (self.agent and self.agent_command)):
+            others = "agent_command, tools, environment, tool_server, mcp or user"
+            yield f"'{name}.agent' runs whole conversations and cannot be combined with {name}.{others}; keep one"
         if not self.enable:
             return
         user = self.user
@@ -194,22 +228,30 @@ class EngineConfig:
     multi_turn: MultiTurnConfig = section(
         MultiTurnConfig,
         "tools and several turns",
-        used_if=".multi_turn.enable or .agent.default_agent_loop!=single_turn_agent or .agent.agent_loop_config_path",
+        used_if=".multi_turn.enable or .multi_turn.agent or .multi_turn.agent_command or "
+        ".agent.default_agent_loop!=single_turn_agent or .agent.agent_loop_config_path",
     )
     agent: AgentConfig = section(AgentConfig, "agent loops")
 
     @property
     def converses(self) -> bool:
         """Whether responses are conversations."""
-        return self.multi_turn.enable or self.agent.given
+        return self.multi_turn.enable or self.runs_agents
+
+    @property
+    def runs_agents(self) -> bool:
+        """Whether agents of users run the conversations; they may score them, too."""
+        return self.agent.given or bool(self.multi_turn.own_agent)
 
     def agent_errors(self, name: str) -> Iterator[str]:
         """What is wrong with conversations of the section called `name`."""
         own, key = self.multi_turn, f"{name}.multi_turn"
-        if own.enable and not own.answers and not self.agent.given:
+        if own.own_agent and self.agent.given:
+            yield f"'{key}.agent' and agent loops ({name}.agent) both run the conversations; keep one"
+        if own.enable and not own.answers and not own.own_agent and not self.agent.given:
             yield (
                 f"'{key}.enable' is True; it needs one of {key}.tools, environment, tool_server, mcp, user.path or "
-                f"user.base_url, or an agent loop ({name}.agent.default_agent_loop)"
+                f"user.base_url, {key}.agent, or an agent loop ({name}.agent.default_agent_loop)"
             )
         if self.converses and self.ignore_eos:
             yield f"'{name}.ignore_eos' is True, but turns must end ({key}); set it to False"

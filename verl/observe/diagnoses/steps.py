@@ -69,7 +69,7 @@ def groups_without_signal(h: History) -> Seen | None:
 
 @diagnosis("step", "the scores of this step come from elsewhere")
 def reward_never_called(h: History) -> Seen | None:
-    if h.latest("reward/calls") != 0 or h.rollout.multi_turn.environment or h.rollout.agent.given:
+    if h.latest("reward/calls") != 0 or h.rollout.multi_turn.environment or h.rollout.runs_agents:
         return None  # environments and agent loops score their rows themselves
     seen = "the reward function was not called in this step"
     fix = "other values of reward.reward_manager.name, reward.custom_reward_function.path, or data_source in the data"

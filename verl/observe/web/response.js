@@ -24,7 +24,7 @@ const ResponseCard = (() => {
   }
 
   function turnCard(turn) {
-    const reward = typeof turn.reward === "number" ? `, reward ${number(turn.reward)}` : "";
+    const reward = (typeof turn.reward === "number" ? `, reward ${number(turn.reward)}` : "") + (turn.note ? `: ${turn.note}` : "");
     const content = plain(turn.content);
     if (!isTool(turn)) return h("div", { class: `turn ${turn.role === "assistant" ? "assistant" : "user"}` }, h("div", { class: "role" }, `${turn.role}${reward}`), h("p", { class: "text" }, content || EMPTY()), toolCalls(turn));
     return h("details", { class: "turn tool" },
