@@ -207,6 +207,27 @@ CORRECTION = "algorithm.rollout_correction"
 POOL = f"{ROLLOUT}.nnodes=1 {ROLLOUT}.n_gpus_per_node=1"
 
 
+def over_sampling_errors(config: PPOConfig) -> Iterator[str]:
+    """Why a run that trains cannot leave out its last responses."""
+    rate, mode = config.actor_rollout_ref.rollout.over_sample_rate, config.trainer.async_training.mode
+    name, batch = f"{ROLLOUT}.over_sample_rate", config.data.train_batch_size
+    if not rate:
+        return
+    if mode != "off":
+        yield (
+            f"'{name}' is {rate:g}, but {SECTION}.mode={mode} does not wait for the last responses of a batch, and "
+            f"trains them later; set {name}=0, or {SECTION}.mode=off"
+        )
+    if config.own_loop:
+        yield f"'{name}' is {rate:g}, but Session.sample() waits for all responses; leave it out"
+    total = batch * config.actor_rollout_ref.rollout.n
+    if rate * total < 1 and not config.own_loop:
+        yield (
+            f"'{name}' is {rate:g}, less than one of the {total} responses of a step ({ROLLOUT}.n x "
+            f"data.train_batch_size); set it to {1 / total:.3g} or more, or to 0"
+        )
+
+
 def async_errors(config: PPOConfig) -> Iterator[str]:
     """Why a run that trains cannot generate ahead as configured."""
     own, rollout, chosen = (
