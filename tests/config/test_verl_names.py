@@ -113,7 +113,7 @@ def test_the_values_of_its_scripts_are_answered_as_the_table_says(
         if checked or key not in schema_keys(PPOConfig) or (key, value) in REFUSED:
             answered[answer_to(key, value, checked, caplog)] += 1
     del answered["ours"]
-    assert min(answered.values()) >= 10 and sum(answered.values()) > 190
+    assert min(answered.values()) >= 5 and sum(answered.values()) > 190
 
 
 def answer_to(key: str, value: str, checked: bool, caplog: pytest.LogCaptureFixture) -> str:

@@ -27,6 +27,7 @@ from verl.config.plan import RunPlan
 from verl.config.recipes import recipe_names
 from verl.config.run_checks import (
     async_errors,
+    correction_errors,
     layout_errors,
     over_sampling_errors,
     reference_errors,
@@ -268,6 +269,7 @@ def _training_errors(config: PPOConfig, plan: RunPlan) -> Iterator[str]:
             "several rows of a response before the KL is known; set it to seq_reward"
         )
     yield from over_sampling_errors(config)
+    yield from correction_errors(config)
     if config.trainer.async_training.mode != "off":
         yield from async_errors(config)
     for method in methods_of(config):

@@ -228,6 +228,23 @@ def over_sampling_errors(config: PPOConfig) -> Iterator[str]:
         )
 
 
+def correction_errors(config: PPOConfig) -> Iterator[str]:
+    """Why a run that trains cannot correct for its rollout engine as configured."""
+    own, rollout = config.algorithm.rollout_correction, config.actor_rollout_ref.rollout
+    loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
+    if own.reinforces and loss != "gpg":
+        yield (
+            f"'{CORRECTION}.loss_type' is reinforce, which is {POLICY_LOSS}=gpg with importance weights, but "
+            f"{POLICY_LOSS} is {loss}; leave one of them out"
+        )
+    if own.weighs_updates and own.weighs_sequences and rollout.multi_turn.splits:
+        yield (
+            f"'{CORRECTION}.bypass_mode' is True, so that sequences are weighed during the update, where the turns of "
+            f"one conversation are apart ({ROLLOUT}.multi_turn.history=split); use {CORRECTION}.rollout_is=token and "
+            f"rules of tokens, e.g. {CORRECTION}.rollout_rs=token_k1, or {CORRECTION}.bypass_mode=False"
+        )
+
+
 def async_errors(config: PPOConfig) -> Iterator[str]:
     """Why a run that trains cannot generate ahead as configured."""
     own, rollout, chosen = (
