@@ -233,8 +233,8 @@ def test_what_is_ended_early_is_out_of_loss_group_and_statistics(watch, reward_f
         f"data.val_files={digits_data}/val.jsonl",
         "trainer.test_freq=1",
     )
-    batch, row = seen.batches[1], seen.row(1)
-    t, columns = batch.batch, batch.non_tensor_batch
+    (batch,) = (each.batch for each in seen.generated if each.settings.over_sample_rate and each.step == 1)
+    row, t, columns = seen.row(1), batch.batch, batch.non_tensor_batch
     aborted = torch.tensor([reason == "abort" for reason in columns["finish_reason"]])
     assert 0 < int(aborted.sum()) <= 16
     assert row["rollout/aborted"] == int(aborted.sum()) == row["training/masked_responses"]
@@ -247,6 +247,12 @@ def test_what_is_ended_early_is_out_of_loss_group_and_statistics(watch, reward_f
         expected = 0.0 if len(group) == 1 else float((scores[each] - group.mean()) / (group.std() + 1e-6))
         assert float(t["advantages"][each, 0]) == pytest.approx(expected, abs=1e-4)
     assert row["reward/mean"] == pytest.approx(float(scores[~aborted].mean()))
+    assert len(seen.batches[1]) == 32 - int(aborted.sum()), "of which the findings are"
+    lengths = response_lengths(batch)[(~aborted).numpy()]
+    assert row["response_length/mean"] == pytest.approx(lengths.mean())
+    written = (seen.folder / "rollouts" / "1.jsonl").read_text().splitlines()
+    reasons = [json.loads(line)["finish_reason"] for line in written]
+    assert len(reasons) == 32 and reasons.count("abort") == int(aborted.sum())
     (update,) = seen.of("actor", 1)
     ended = t["response_mask"][~aborted]
     assert update.mini.meta_info["batch_num_tokens"] == int(ended.sum())

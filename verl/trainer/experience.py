@@ -387,6 +387,12 @@ def attach_scores(batch: DataProto, results: list[RewardResult]) -> DataProto:
     return batch
 
 
+def ended_rows(batch: DataProto) -> DataProto:
+    """The batch without what was ended early, for statistics."""
+    early = batch.non_tensor_batch["reward_error"] == UNFINISHED
+    return batch[torch.from_numpy(~early)] if early.any() else batch
+
+
 def attach_baselines(batch: DataProto, greedy: DataProto, n: int) -> None:
     """The score of each prompt's greedy response; without one, the prompt's responses are masked."""
     tensors = batch.batch
