@@ -98,6 +98,18 @@ def test_the_last_responses_are_left_out_or_trained_later_and_are_not_less_than_
     assert "below 1" in refused(*batch, f"{name}=1")
 
 
+def test_a_loss_without_a_ratio_of_its_own_needs_weights_for_old_weights() -> None:
+    typed = [*CARRY, "algorithm.rollout_correction.loss_type=reinforce"]
+    text = refused(*typed)
+    assert f"'{STALENESS}' is 1" in text
+    accepted(
+        text,
+        typed,
+        "algorithm.rollout_correction.rollout_is=token",
+        "algorithm.rollout_correction.loss_type=ppo_clip",
+    )
+
+
 @pytest.mark.parametrize("typed", [CARRY, ONE_STEP, FULLY], ids=["carry_over", "one_step_off", "fully_async"])
 def test_old_weights_need_a_correction(typed: list[str]) -> None:
     without = [key for key in typed if key != BYPASS]

@@ -293,7 +293,13 @@ def async_errors(config: PPOConfig) -> Iterator[str]:
             f"'{ROLLOUT}.name' is {rollout.name}, which generates one batch of requests to its end; {SECTION}.mode="
             f"{mode} adds requests and weights meanwhile. Set {ROLLOUT}.name=native, or {SECTION}.mode=off"
         )
-    if staleness and not (chosen.bypass_mode or chosen.rollout_is or chosen.rollout_rs):
+    if staleness and chosen.reinforces and not (chosen.rollout_is or chosen.rollout_rs):
+        yield (
+            f"'{name}' is {staleness}: responses are drawn by weights up to {counted(staleness, 'step')} older than "
+            f"those trained, which {CORRECTION}.loss_type=reinforce corrects by {CORRECTION}.rollout_is; set "
+            f"{CORRECTION}.rollout_is=token, or {CORRECTION}.loss_type=ppo_clip"
+        )
+    elif staleness and not (chosen.bypass_mode or chosen.rollout_is or chosen.rollout_rs):
         yield (
             f"'{name}' is {staleness}: responses are drawn by weights up to {counted(staleness, 'step')} older than "
             "those trained, which needs a correction. Choose one: "
