@@ -92,6 +92,8 @@ def test_the_last_responses_are_left_out_or_trained_later_and_are_not_less_than_
     text = refused(*typed)
     assert f"'{name}' is 0.1" in text
     accepted(text, typed, f"{name}=0", f"{MODE}=off")
+    typed = [*batch, f"{name}=0.1", "actor_rollout_ref.rollout.name=hf"]
+    accepted(refused(*typed), typed, f"{name}=0", "actor_rollout_ref.rollout.name=native")
     text = refused(*batch, f"{name}=0.05")
     assert "less than one of the 16 responses" in text and "set it to 0.0625 or more" in text
     load(*batch, f"{name}=0.0625")

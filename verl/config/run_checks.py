@@ -209,7 +209,8 @@ POOL = f"{ROLLOUT}.nnodes=1 {ROLLOUT}.n_gpus_per_node=1"
 
 def over_sampling_errors(config: PPOConfig) -> Iterator[str]:
     """Why a run that trains cannot leave out its last responses."""
-    rate, mode = config.actor_rollout_ref.rollout.over_sample_rate, config.trainer.async_training.mode
+    rollout, mode = config.actor_rollout_ref.rollout, config.trainer.async_training.mode
+    rate = rollout.over_sample_rate
     name, batch = f"{ROLLOUT}.over_sample_rate", config.data.train_batch_size
     if not rate:
         return
@@ -218,9 +219,14 @@ def over_sampling_errors(config: PPOConfig) -> Iterator[str]:
             f"'{name}' is {rate:g}, but {SECTION}.mode={mode} does not wait for the last responses of a batch, and "
             f"trains them later; set {name}=0, or {SECTION}.mode=off"
         )
+    if not engine_spec(rollout.name).streams:
+        yield (
+            f"'{name}' is {rate:g}, but {ROLLOUT}.name={rollout.name} generates one batch of requests to its end; set "
+            f"{name}=0, or {ROLLOUT}.name=native"
+        )
     if config.own_loop:
         yield f"'{name}' is {rate:g}, but Session.sample() waits for all responses; leave it out"
-    total = batch * config.actor_rollout_ref.rollout.n
+    total = batch * rollout.n
     if rate * total < 1 and not config.own_loop:
         yield (
             f"'{name}' is {rate:g}, less than one of the {total} responses of a step ({ROLLOUT}.n x "

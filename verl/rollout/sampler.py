@@ -243,7 +243,7 @@ class Sampler:
             self.cancel(None)
         except NotImplementedError as error:
             raise RolloutError(
-                f"responses cannot be ended early: {error}. Use actor_rollout_ref.rollout.name=native, hf, vllm or "
+                f"responses cannot be ended early: {error}. Use actor_rollout_ref.rollout.name=native, vllm or "
                 "sglang, or actor_rollout_ref.rollout.over_sample_rate=0"
             ) from None
 
