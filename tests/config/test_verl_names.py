@@ -40,6 +40,8 @@ WITH = {
     "algorithm.rollout_correction.rollout_rs": [
         "algorithm.rollout_correction.rollout_rs_threshold='0.6_1.6,2.5'"
     ],
+    "data.custom_cls.name": ["data.custom_cls.path=mine.py"],
+    "data.sampler.class_name": ["data.sampler.class_path=mine.py"],
     "reward_model.enable": ["reward_model.model.path=o/r"],
 }
 # What a value that is refused by our own keys is answered with.
