@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -249,7 +250,25 @@ def run_command(body: Callable[[], int | None], *, trains: bool = False) -> int:
     services = sys.modules.get("verl.observe.tracker_services")  # there where a run uses one
     if services is not None:
         services.leave_given_up(code)
+    _ends_at_once(code)
     return code
+
+
+def _ends_at_once(code: int) -> None:
+    """Let Ctrl-C end a process whose command is done and which waits for threads and what is registered for its exit:
+    with one line, and the command's code."""
+
+    def end(number: int, frame: Any) -> None:
+        if threading.main_thread().is_alive():
+            signal.default_int_handler(number, frame)
+        with suppress(OSError, ValueError):
+            sys.stderr.write("interrupted at the end\n")
+            sys.stderr.flush()
+        os._exit(code)
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        with suppress(ValueError):  # only the main thread may set handlers
+            signal.signal(signal.SIGINT, end)
 
 
 def _exit_code(body: Callable[[], int | None], trains: bool) -> int:

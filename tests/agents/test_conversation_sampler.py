@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,14 @@ def collected(talk: Talk) -> Collected:
 def contents(found: list[Finished]) -> dict[str, Any]:
     assert len({(each.group, each.sample) for each in found}) == len(found), "a sample came twice"
     return by_name([each.result for each in found])
+
+
+def collected_of(talk: Talk, *numbers: int) -> list[Finished]:
+    talks = collected(talk)
+    talk.requests.clear()
+    talks.add(talk.prompts(numbers), SETTINGS)
+    found: list[Finished] = talks.drain()
+    return found
 
 
 def whole(talk: Talk, *numbers: int) -> dict[str, Any]:
@@ -134,6 +143,42 @@ def test_tokens_of_a_turn_have_the_versions_of_the_weights_that_drew_them(fresh:
             assert versions[: len(known)] == known and len(versions) - len(known) <= 1
             several += len(set(versions)) > 1
     assert several > 3
+
+
+def test_the_last_conversations_are_ended_early_and_the_others_are_the_same(fresh: Talk) -> None:
+    expected = whole(fresh, 0, 1, 2)
+    fresh.requests.clear()
+    rows: list[int] = []
+    found = fresh.sampler().collect(
+        fresh.prompts(range(3)), replace(SETTINGS, over_sample_rate=0.5), lambda row, _: rows.append(row)
+    )
+    early = [each for each in found if each.finish_reason == "abort"]
+    assert 0 < len(early) <= 3 and sorted(rows) == list(range(6))
+    for name, content in by_name([each for each in found if each not in early]).items():
+        assert content == expected[name]
+    for each in early:
+        tokens = expected[f"{each.uid}#{each.sample}"][3]
+        assert each.error is None and each.token_ids == tokens[: len(each.token_ids)] != tokens
+    stats = fresh.engine.stats()
+    assert stats.running == stats.waiting == stats.kv_blocks_used == 0
+
+
+def test_a_conversation_that_is_ended_early_does_not_wait_for_its_tool(fresh: Talk, gate: Path) -> None:
+    (gate / "called").unlink(missing_ok=True)
+    (gate / "open").unlink()
+    talks = collected(fresh)
+    talks.add(fresh.prompts(range(3)), SETTINGS)
+    while not (gate / "called").exists():
+        talks.steps()
+    ended = len(talks.finished)
+    talks.sampler.end_early()
+    talks.drain()
+    talks.sampler.run(lambda: not talks.sampler._sent)
+    (gate / "open").touch()
+    assert len(talks.finished) == 6 > ended
+    assert {each.result.finish_reason for each in talks.finished[ended:]} == {"abort"}
+    again = contents(collected_of(fresh, 0, 1, 2))
+    assert again == whole(fresh, 0, 1, 2), "its processes serve others"
 
 
 def test_tools_go_on_while_suspended_and_are_heard_after(fresh: Talk, gate: Path) -> None:

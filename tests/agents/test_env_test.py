@@ -178,7 +178,9 @@ def test_an_endpoint_gets_tools_and_answers_and_its_calls_are_run(game, tried, s
     assert json.loads(call["tool_calls"][0]["function"]["arguments"]) == {"number": 5}
 
 
-def test_an_endpoint_that_fails_fails_the_conversation_only(game, tried, serve):
+def test_an_endpoint_that_fails_fails_the_conversation_only(game, tried, serve, monkeypatch):
+    monkeypatch.setattr("verl.observe.console.LINE_S", -1.0)
+
     def answers(method: str, path: str, body: Any) -> tuple[int, Any]:
         if method == "GET":
             return 200, {"data": [{"id": "m"}]}
@@ -187,7 +189,8 @@ def test_an_endpoint_that_fails_fails_the_conversation_only(game, tried, serve):
         return 200, {"choices": [{"message": {"content": "No."}, "finish_reason": "length"}]}
 
     server = serve(answers)
-    code, report, _ = tried("--endpoint", server.address, "-n", "2", *game(1, 2))
+    code, report, said = tried("--endpoint", server.address, "-n", "2", *game(1, 2))
+    assert "conversations 1/2\nconversations 2/2\n" in said
     broken, short = report["conversations"]
     assert code == 1 and "HTTP 500" in broken["error"]
     assert (short["finish_reason"], short["error"]) == ("length", None)

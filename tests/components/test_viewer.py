@@ -327,12 +327,17 @@ def test_the_list_of_responses_has_their_words_and_of_groups_those_of_the_prompt
 ) -> None:
     long = {"response": f"<|im_start|>It begins{' and goes on' * 40} with 42<|im_end|>"}
     rows = [sample(1, line) | (long if line == 0 else {}) for line in range(N)]
+    rows[1]["score"] = -0.125
     for width in (1300, 1101, 390):
         tab.open(write_report(write_run(tmp_path / str(width) / "run", {1: rows})).as_uri(), width=width)
         tab.go("rollouts?run=0", ".space .line")
         shown = tab.texts(".space .line .peek")
         assert shown[1:] == [f"answer {k} to 0" for k in (6, 5, 4, 3, 2, 1)] + [shown[-1]]
         assert shown[-1].startswith("It begins and") and shown[-1].endswith("goes on with 42")
+        lefts = (
+            "[...document.querySelectorAll('.space .line .meter')].map(e => e.getBoundingClientRect().left)"
+        )
+        assert len(set(tab.value(lefts))) == 1, "the bars of scores are below each other"
         tab.click("[data-value=groups]")
         tab.until("document.querySelectorAll('.space .line').length === 1")
         assert tab.texts(".space .line .peek") == ["question 0 of step 1"]

@@ -84,6 +84,34 @@ def test_more_prompts_than_can_be_trained_in_time() -> None:
     accepted(text, typed, f"{name}=1", f"{STALENESS}=3")
 
 
+def test_the_last_responses_are_left_out_or_trained_later_and_are_not_less_than_one() -> None:
+    name = "actor_rollout_ref.rollout.over_sample_rate"
+    batch = ["data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4", *GROUPS]
+    load(*batch, f"{name}=0.1")
+    typed = [*CARRY, *batch, f"{name}=0.1"]
+    text = refused(*typed)
+    assert f"'{name}' is 0.1" in text
+    accepted(text, typed, f"{name}=0", f"{MODE}=off")
+    typed = [*batch, f"{name}=0.1", "actor_rollout_ref.rollout.name=hf"]
+    accepted(refused(*typed), typed, f"{name}=0", "actor_rollout_ref.rollout.name=native")
+    text = refused(*batch, f"{name}=0.05")
+    assert "less than one of the 16 responses" in text and "set it to 0.0625 or more" in text
+    load(*batch, f"{name}=0.0625")
+    assert "below 1" in refused(*batch, f"{name}=1")
+
+
+def test_a_loss_without_a_ratio_of_its_own_needs_weights_for_old_weights() -> None:
+    typed = [*CARRY, "algorithm.rollout_correction.loss_type=reinforce"]
+    text = refused(*typed)
+    assert f"'{STALENESS}' is 1" in text
+    accepted(
+        text,
+        typed,
+        "algorithm.rollout_correction.rollout_is=token",
+        "algorithm.rollout_correction.loss_type=ppo_clip",
+    )
+
+
 @pytest.mark.parametrize("typed", [CARRY, ONE_STEP, FULLY], ids=["carry_over", "one_step_off", "fully_async"])
 def test_old_weights_need_a_correction(typed: list[str]) -> None:
     without = [key for key in typed if key != BYPASS]

@@ -62,6 +62,8 @@ CASES: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     ({"algorithm.pf_ppo.weight_pow": 3.0}, "algorithm.pf_ppo.weight_pow", "use_pf_ppo", {"algorithm.use_pf_ppo": True}),
     ({"algorithm.rollout_correction.rollout_is_threshold": 5.0}, "algorithm.rollout_correction.rollout_is_threshold", "rollout_is is not set", {"algorithm.rollout_correction.rollout_is": "token"}),
     ({"algorithm.rollout_correction.rollout_is": "token", "algorithm.rollout_correction.bypass_mode": True}, "algorithm.rollout_correction.rollout_is", "bypass_mode is True", {"algorithm.rollout_correction.bypass_mode": False}),
+    ({"algorithm.rollout_correction.rollout_is": "token", "algorithm.rollout_correction.bypass_mode": True}, "algorithm.rollout_correction.rollout_is", "needs algorithm.rollout_correction.loss_type=reinforce", {"algorithm.rollout_correction.loss_type": "reinforce"}),
+    ({"algorithm.rollout_correction.loss_type": "reinforce"}, "algorithm.rollout_correction.loss_type", "bypass_mode is False", {"algorithm.rollout_correction.bypass_mode": True}),
     ({"reward.custom_reward_function.name": "f"}, "reward.custom_reward_function.name", "path is not set", {"reward.custom_reward_function.path": "a.py"}),
     ({"reward.overlong_buffer.len": 64}, "reward.overlong_buffer.len", "enable is False", {"reward.overlong_buffer.enable": True}),
     ({"reward.reward_model.model_path": "m"}, "reward.reward_model.model_path", "enable is False", {"reward.reward_model.enable": True}),

@@ -300,6 +300,37 @@ def test_what_is_finished_is_not_generated_again(build: Callable[..., NativeRoll
     assert engine.stats().generated_tokens == 0
 
 
+# ---- samples that are not waited for
+
+
+def test_the_last_samples_are_ended_early_and_the_others_are_those_of_a_whole_generation(
+    build: Callable[..., NativeRollout],
+) -> None:
+    asked = replace(SETTINGS, n=4)
+    whole, engine = generated(build(), "a", "b", "c", settings=asked), build(max_num_seqs=7)
+    told: list[int] = []
+    found = Sampler(engine).collect(
+        prompts_of("a", "b", "c"), replace(asked, over_sample_rate=0.3), lambda row, _: told.append(row)
+    )
+    ended = [each for each in found if each.finish_reason != "abort"]
+    assert 9 <= len(ended) < 12, "3 of 12 need not end"
+    for each in found:
+        same = whole[each.request_id, each.sample]
+        assert each.token_ids == same.token_ids[: len(each.token_ids)]
+        assert each in ended or len(each.token_ids) < len(same.token_ids)
+    assert [each.token_ids for each in ended] == [
+        whole[each.request_id, each.sample].token_ids for each in ended
+    ]
+    assert sorted(told) == list(range(12)), "each was told once"
+    stats = engine.stats()
+    assert stats.running == stats.waiting == stats.kv_blocks_used == 0
+
+
+def test_the_samples_of_an_engine_that_cannot_abort_cannot_be_ended_early() -> None:
+    with pytest.raises(RolloutError, match=r"Odd cannot abort requests.*over_sample_rate=0"):
+        Sampler(Odd()).collect(prompts_of("a", "b"), replace(SETTINGS, over_sample_rate=0.5))
+
+
 # ---- what goes wrong
 
 

@@ -65,7 +65,7 @@ def test_a_finished_run_says_where_everything_is_and_the_next_command_works(
     ]  # fmt: skip
     assert main_generation.main([*command[-6:], "data.max_samples=3", "trainer.device=cpu"]) == 0
     lines = said(capsys.readouterr().out)
-    assert "3 prompts with 1 responses each" in lines["finished"] and lines["model"] == str(model)
+    assert "3 prompts with 1 response each" in lines["finished"] and lines["model"] == str(model)
     assert lines["responses"] == "responses.parquet (column responses)"
     command = shlex.split(lines["next"].replace("FILE.py", f"{digits_data}/digits_reward.py"))
     assert main_eval.main([*command[-3:], "reward.in_process=True"]) == 0

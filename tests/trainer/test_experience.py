@@ -221,6 +221,47 @@ def test_a_failed_response_is_out_of_loss_group_and_statistics(watch, reward_fil
     assert row["critic/rewards/mean"] == pytest.approx(float(kept.double().mean()))
 
 
+def test_what_is_ended_early_is_out_of_loss_group_and_statistics(watch, reward_file, digits_data):
+    """Half of the responses need not end; the others are trained as if they were all."""
+    calls = reward_file("return number + sum(word == truth for word in words)")
+    seen = watch(
+        calls,
+        "actor_rollout_ref.rollout.over_sample_rate=0.5",
+        "data.max_response_length=12",
+        "actor_rollout_ref.rollout.max_num_seqs=12",
+        "reward.max_failure_ratio=0",
+        f"data.val_files={digits_data}/val.jsonl",
+        "trainer.test_freq=1",
+    )
+    (batch,) = (each.batch for each in seen.generated if each.settings.over_sample_rate and each.step == 1)
+    row, t, columns = seen.row(1), batch.batch, batch.non_tensor_batch
+    aborted = torch.tensor([reason == "abort" for reason in columns["finish_reason"]])
+    assert 0 < int(aborted.sum()) <= 16
+    assert row["rollout/aborted"] == int(aborted.sum()) == row["training/masked_responses"]
+    assert row["reward/failed"] == 0 and row["reward/calls"] == 32 - int(aborted.sum())
+    assert torch.equal(t["response_mask"].sum(-1) == 0, aborted)
+    assert bool((t["attention_mask"][aborted].sum(-1) > t["prompts"].shape[1] - 16).all())
+    scores, uids = t["token_level_scores"].sum(-1).double(), columns["uid"]
+    for each in (~aborted).nonzero().squeeze(-1).tolist():
+        group = scores[torch.tensor([uid == uids[each] for uid in uids])]
+        expected = 0.0 if len(group) == 1 else float((scores[each] - group.mean()) / (group.std() + 1e-6))
+        assert float(t["advantages"][each, 0]) == pytest.approx(expected, abs=1e-4)
+    assert row["reward/mean"] == pytest.approx(float(scores[~aborted].mean()))
+    assert len(seen.batches[1]) == 32 - int(aborted.sum()), "of which the findings are"
+    lengths = response_lengths(batch)[(~aborted).numpy()]
+    assert row["response_length/mean"] == pytest.approx(lengths.mean())
+    written = (seen.folder / "rollouts" / "1.jsonl").read_text().splitlines()
+    reasons = [json.loads(line)["finish_reason"] for line in written]
+    assert len(reasons) == 32 and reasons.count("abort") == int(aborted.sum())
+    (update,) = seen.of("actor", 1)
+    ended = t["response_mask"][~aborted]
+    assert update.mini.meta_info["batch_num_tokens"] == int(ended.sum())
+    assert update.mini.meta_info["global_batch_size"] == len(ended)
+    for each in seen.generated:
+        if each.settings.over_sample_rate == 0:  # of validation
+            assert "abort" not in each.batch.non_tensor_batch["finish_reason"]
+
+
 def test_too_many_failures_halt_the_run(watch, reward_file):
     calls = reward_file(failing("number % 2") + "return 1.0")
     with pytest.raises(TrainingHalted, match=r"reward\.max_failure_ratio"):

@@ -184,6 +184,11 @@ def test_what_cannot_be_repeated_is_refused(
     assert "has no config.yaml" in refused(str(tmp_path), "--step", "1")
     other = str(copy({"mode: 'off'": "mode: fully_async"}))
     assert "mode=fully_async: when weights arrive depends on time" in refused(other, "--step", "3")
+    shutil.rmtree(other)
+    other = str(
+        copy({"over_sample_rate: 0.0": "over_sample_rate: 0.1", "n_gpus_per_node: 1": "n_gpus_per_node: 2"})
+    )
+    assert "over_sample_rate=0.1: with several engines" in refused(other, "--step", "3")
 
 
 @pytest.mark.slow(seconds=3)

@@ -110,6 +110,30 @@ def test_a_command_without_a_loop_ends_at_once_with_the_signals_code(
     assert capsys.readouterr().err == ("interrupted\n" if number == signal.SIGINT else "terminated\n")
 
 
+@pytest.mark.parametrize("rest", ["threading.Thread(target=wait).start()", "atexit.register(wait)"])
+def test_ctrl_c_while_the_process_ends_is_one_line_and_the_commands_code(rest: str) -> None:
+    code = f"""
+import atexit, sys, threading, time
+from verl.runtime import run_command
+def wait():
+    while threading.main_thread().is_alive():
+        time.sleep(0.01)
+    print("waits", flush=True)
+    time.sleep(60)
+def body():
+    {rest}
+    return 75
+sys.exit(run_command(body))
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == "waits\n"
+        process.send_signal(signal.SIGINT)
+        said = process.communicate()[1]
+    assert (said, process.returncode) == ("interrupted at the end\n", 75)
+
+
 def test_nohup_keeps_a_run_from_hanging_up() -> None:
     code = (
         "import os, signal\n"

@@ -249,7 +249,9 @@ def test_sft_gives_the_numbers_of_the_command(tiny_model_dir: Path, tmp_path: Pa
     assert all(torch.equal(value, trained[name]) for name, value in model.named_parameters())
 
 
-def test_a_completion_that_is_a_message_is_its_text(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_a_completion_that_is_a_message_is_its_text(
+    tiny_model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     rows = [
         {
             "prompt": [{"role": "user", "content": row["prompt"]}],
@@ -258,8 +260,11 @@ def test_a_completion_that_is_a_message_is_its_text(tiny_model_dir: Path, tmp_pa
         for row in ANSWERS
     ]
     result = SFTTrainer(
-        str(tiny_model_dir), offline_arguments(SFTConfig, tmp_path, max_steps=1), train_dataset=rows
+        str(tiny_model_dir),
+        offline_arguments(SFTConfig, tmp_path, max_steps=1, max_length=300),
+        train_dataset=rows,
     ).train()
+    assert caplog.text.count("the model supports 256 tokens") == 1, "said once, though checked twice"
     (file,) = (result.folder / "data").iterdir()
     assert rows_of(file)[0] == {"prompt": rows[0]["prompt"], "completion": " 0 0"}
 

@@ -170,6 +170,7 @@ class Talk:
     """Keys the draws of its turns, where its request ids must be others."""
     draws: list[Drawn] | None = None
     """Of an agent loop, for its audit."""
+    ended_early: bool = False
 
 
 class ConversationSampler(Sampler):
@@ -182,7 +183,7 @@ class ConversationSampler(Sampler):
         super().__init__(engine)
         self.runner, self.agents, self.turns = runner, runner.agents, runner.turns
         self.split = runner.cfg.splits
-        self.running: set[asyncio.Task[Conversation]] = set()
+        self.running: dict[asyncio.Task[Conversation], Talk] = {}
         """Used in the event loop's thread only."""
 
     def _start(
@@ -209,15 +210,34 @@ class ConversationSampler(Sampler):
 
     def _begin(self, group: str, talk: Talk, on_finish: OnFinish) -> None:
         def ended(task: asyncio.Task[Conversation]) -> None:
-            self.running.discard(task)
-            if task.cancelled():
-                return
-            task.exception()  # read here: where another conversation has failed before, nobody else does
-            self.post(lambda: self._end(Finished(group, talk.conversation.sample, task.result()), on_finish))
+            del self.running[task]
+            if not task.cancelled():
+                task.exception()  # read here: where another conversation has failed before, nobody else does
+                self.post(lambda: finish(task.result()))
+            elif talk.ended_early:
+                self.post(abort)
+
+        def abort() -> None:
+            self.engine.release([talk.episode.key])  # again: its turn has only now left the engine
+            talk.conversation.finish_reason = "abort"
+            finish(talk.conversation)
+
+        def finish(conversation: Conversation) -> None:
+            self._end(Finished(group, conversation.sample, conversation), on_finish)
 
         task = self.agents.start(self.run_conversation(talk))
-        self.running.add(task)
+        self.running[task] = talk
         task.add_done_callback(ended)
+
+    def end_early(self) -> None:
+        """Conversations end where they are, those that wait for a tool or a user, too."""
+
+        def mark() -> None:
+            for talk in self.running.values():
+                talk.ended_early = True
+
+        self.agents.loop.call_soon_threadsafe(mark)
+        self.agents.cancel(self.running)
 
     def _do_posted(self) -> None:
         self.agents.require_answering()

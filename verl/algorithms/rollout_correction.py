@@ -47,9 +47,8 @@ def _kept_by(rule: str, bounds: Bounds, log_ratio: Tensor, mask: Tensor) -> Tens
     return kept.expand_as(mask)
 
 
-def _importance_weights(
-    config: Any, log_ratio: Tensor, mask: Tensor, remaining: Tensor
-) -> tuple[Tensor, dict[str, float]]:
+def _bounded_weights(config: Any, log_ratio: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """(exp(l) of each token, or of its sequence, within the bounds; flags of those that were outside), [B, T] each."""
     level = config.rollout_is
     if level not in ("token", "sequence"):
         raise ConfigError(f"{SECTION}.rollout_is={level!r} is unknown; allowed: token, sequence")
@@ -61,13 +60,22 @@ def _importance_weights(
         )
     raw = exponent.exp()
     if bounds.low is None:
-        weights, touched = raw.clamp(max=bounds.high), raw > bounds.high
-    else:
-        touched = (raw < bounds.low) | (raw > bounds.high)
-        weights = raw.masked_fill(touched, 0)
-    metrics = {"rollout_corr/rollout_is_bounded_share": _mean(touched.to(raw.dtype), mask)}
-    # A sequence's weight counts once, whatever its length.
-    first = remaining & (remaining.cumsum(-1) == 1) if level == "sequence" else remaining
+        return raw.clamp(max=bounds.high), raw > bounds.high
+    outside = (raw < bounds.low) | (raw > bounds.high)
+    return raw.masked_fill(outside, 0), outside
+
+
+def _counted_once(config: Any, remaining: Tensor) -> Tensor:
+    """Flags [B, T]: a sequence's weight counts once in means, whatever its length."""
+    return remaining & (remaining.cumsum(-1) == 1) if config.rollout_is == "sequence" else remaining
+
+
+def _importance_weights(
+    config: Any, log_ratio: Tensor, mask: Tensor, remaining: Tensor
+) -> tuple[Tensor, dict[str, float]]:
+    weights, outside = _bounded_weights(config, log_ratio, mask)
+    metrics = {"rollout_corr/rollout_is_bounded_share": _mean(outside.to(weights.dtype), mask)}
+    first = _counted_once(config, remaining)
     if getattr(config, "rollout_is_batch_normalize", False):
         mean = masked_mean(weights, first)
         weights = torch.where(mean > 0, weights / mean, weights)
@@ -95,7 +103,7 @@ def _mean(values: Tensor, mask: Tensor) -> float:
 
 
 def corrects_rollout(config: PPOConfig) -> bool:
-    """In bypass mode there is nothing to correct: the update's own ratio is taken to the rollout policy."""
+    """Before the update. In bypass mode each update weighs its tokens itself (`bypass_weights`)."""
     correction = config.algorithm.rollout_correction
     return not correction.bypass_mode and bool(correction.rollout_is or correction.rollout_rs)
 
@@ -130,6 +138,34 @@ def compute_rollout_correction(
         elif bool(mask.any()):
             metrics["rollout_corr/eff_sample_size"] = _effective_sample_size(log_ratio[mask].exp())
     return weights, remaining.to(response_mask.dtype), metrics
+
+
+def bypass_weights(
+    log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, config: Any
+) -> tuple[Tensor, Tensor]:
+    """In bypass mode, by the policy that an update begins with: (weights [B, T] of the token losses, flags of what is
+    not rejected). A rejected token weighs 0 and stays in the denominators, which are known before. The weights are 1
+    where `loss_type` is ppo_clip, whose own ratio is taken to the rollout policy, or `rollout_is` is not set."""
+    mask = as_bool(response_mask)
+    with torch.no_grad():
+        log_ratio = keep(log_prob, mask) - keep(rollout_log_prob, mask)
+        log_ratio = log_ratio.clamp(-LOG_BOUND, LOG_BOUND)
+        remaining = mask
+        for rule, bounds in rejection_rules(config):
+            remaining = remaining & _kept_by(rule, bounds, log_ratio, mask)
+        weights = torch.ones_like(log_ratio)
+        if config.reinforces and config.rollout_is:
+            weights, _ = _bounded_weights(config, log_ratio, mask)
+        return keep(weights, remaining), remaining
+
+
+def mean_bypass_weight(
+    log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, config: Any
+) -> float:
+    """What `rollout_is_batch_normalize` divides the weights of a whole mini-batch by."""
+    weights, remaining = bypass_weights(log_prob, rollout_log_prob, response_mask, config)
+    counted = weights[_counted_once(config, remaining)]
+    return (float(counted.mean()) if len(counted) else 0.0) or 1.0
 
 
 def offpolicy_metrics(

@@ -322,6 +322,8 @@ def _ppo(config: PPOConfig) -> None:
                 setattr(model, name, getattr(policy.model, name))
     if critic.enable is None:
         critic.enable = "values" in needed_columns(config)
+    if config.algorithm.rollout_correction.reinforces and policy.actor.policy_loss.loss_mode == "vanilla":
+        policy.actor.policy_loss.loss_mode = "gpg"
     # `do_sample` and `temperature` say the same thing; whichever the user gave decides.
     val, prefix = policy.rollout.val_kwargs, "actor_rollout_ref.rollout.val_kwargs."
     if prefix + "do_sample" not in config.user_set:

@@ -25,7 +25,14 @@ from verl.config.methods import (
 from verl.config.parallelism import ROLLOUT, closest, divisors, sharing_errors
 from verl.config.plan import RunPlan
 from verl.config.recipes import recipe_names
-from verl.config.run_checks import async_errors, layout_errors, reference_errors, teacher_errors
+from verl.config.run_checks import (
+    async_errors,
+    correction_errors,
+    layout_errors,
+    over_sampling_errors,
+    reference_errors,
+    teacher_errors,
+)
 from verl.config.schema import (
     AnyConfig,
     DataConfig,
@@ -261,6 +268,8 @@ def _training_errors(config: PPOConfig, plan: RunPlan) -> Iterator[str]:
             f"'algorithm.filter_groups.metric' is seq_final_reward, but {ROLLOUT}.multi_turn.history=split makes "
             "several rows of a response before the KL is known; set it to seq_reward"
         )
+    yield from over_sampling_errors(config)
+    yield from correction_errors(config)
     if config.trainer.async_training.mode != "off":
         yield from async_errors(config)
     for method in methods_of(config):

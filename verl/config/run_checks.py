@@ -233,6 +233,50 @@ CORRECTION = "algorithm.rollout_correction"
 POOL = f"{ROLLOUT}.nnodes=1 {ROLLOUT}.n_gpus_per_node=1"
 
 
+def over_sampling_errors(config: PPOConfig) -> Iterator[str]:
+    """Why a run that trains cannot leave out its last responses."""
+    rollout, mode = config.actor_rollout_ref.rollout, config.trainer.async_training.mode
+    rate = rollout.over_sample_rate
+    name, batch = f"{ROLLOUT}.over_sample_rate", config.data.train_batch_size
+    if not rate:
+        return
+    if mode != "off":
+        yield (
+            f"'{name}' is {rate:g}, but {SECTION}.mode={mode} does not wait for the last responses of a batch, and "
+            f"trains them later; set {name}=0, or {SECTION}.mode=off"
+        )
+    if not engine_spec(rollout.name).streams:
+        yield (
+            f"'{name}' is {rate:g}, but {ROLLOUT}.name={rollout.name} generates one batch of requests to its end; set "
+            f"{name}=0, or {ROLLOUT}.name=native"
+        )
+    if config.own_loop:
+        yield f"'{name}' is {rate:g}, but Session.sample() waits for all responses; leave it out"
+    total = batch * rollout.n
+    if rate * total < 1 and not config.own_loop:
+        yield (
+            f"'{name}' is {rate:g}, less than one of the {total} responses of a step ({ROLLOUT}.n x "
+            f"data.train_batch_size); set it to {1 / total:.3g} or more, or to 0"
+        )
+
+
+def correction_errors(config: PPOConfig) -> Iterator[str]:
+    """Why a run that trains cannot correct for its rollout engine as configured."""
+    own, rollout = config.algorithm.rollout_correction, config.actor_rollout_ref.rollout
+    loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
+    if own.reinforces and loss != "gpg":
+        yield (
+            f"'{CORRECTION}.loss_type' is reinforce, which is {POLICY_LOSS}=gpg with importance weights, but "
+            f"{POLICY_LOSS} is {loss}; leave one of them out"
+        )
+    if own.weighs_updates and own.weighs_sequences and rollout.multi_turn.splits:
+        yield (
+            f"'{CORRECTION}.bypass_mode' is True, so that sequences are weighed during the update, where the turns of "
+            f"one conversation are apart ({ROLLOUT}.multi_turn.history=split); use {CORRECTION}.rollout_is=token and "
+            f"rules of tokens, e.g. {CORRECTION}.rollout_rs=token_k1, or {CORRECTION}.bypass_mode=False"
+        )
+
+
 def async_errors(config: PPOConfig) -> Iterator[str]:
     """Why a run that trains cannot generate ahead as configured."""
     own, rollout, chosen = (
@@ -281,7 +325,13 @@ def async_errors(config: PPOConfig) -> Iterator[str]:
             f"'{ROLLOUT}.name' is {rollout.name}, which generates one batch of requests to its end; {SECTION}.mode="
             f"{mode} adds requests and weights meanwhile. Set {ROLLOUT}.name=native, or {SECTION}.mode=off"
         )
-    if staleness and not (chosen.bypass_mode or chosen.rollout_is or chosen.rollout_rs):
+    if staleness and chosen.reinforces and not (chosen.rollout_is or chosen.rollout_rs):
+        yield (
+            f"'{name}' is {staleness}: responses are drawn by weights up to {counted(staleness, 'step')} older than "
+            f"those trained, which {CORRECTION}.loss_type=reinforce corrects by {CORRECTION}.rollout_is; set "
+            f"{CORRECTION}.rollout_is=token, or {CORRECTION}.loss_type=ppo_clip"
+        )
+    elif staleness and not (chosen.bypass_mode or chosen.rollout_is or chosen.rollout_rs):
         yield (
             f"'{name}' is {staleness}: responses are drawn by weights up to {counted(staleness, 'step')} older than "
             "those trained, which needs a correction. Choose one: "

@@ -63,6 +63,10 @@ class RewardResult:
     """Where rewards are of single tokens: what each of the response gets. The last gets the rest of the score."""
 
 
+UNFINISHED = "generation ended before the response did (actor_rollout_ref.rollout.over_sample_rate)"
+"""Why a sample that was aborted has no score: nothing has failed."""
+
+
 class RewardManager(ABC):
     """Scores samples: `submit` takes each as it finishes, `collect` returns exactly one result for each of them."""
 
@@ -199,6 +203,7 @@ class FailureAccount:
     def add(self, results: Collection[RewardResult]) -> dict[str, float]:
         """Count a batch and return its metrics. When too much of it failed: RewardError if the function has never
         returned a score, TrainingHalted if it has."""
+        results = [result for result in results if result.error != UNFINISHED]
         errors = [result.error or "no reason given" for result in results if result.score is None]
         self.scored += len(results) - len(errors)
         self.failed += len(errors)

@@ -56,6 +56,9 @@ class GenerationSettings:
     sampling: SamplingParams
     n: int = 1
     seed: int = 0
+    over_sample_rate: float = 0.0
+    """The share of the samples that need not end: when the others have ended, these are answered as they are, with
+    reason `abort`."""
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,11 @@ from verl.rollout.samples import (
     Kept,
     SampleTask,
     begin_counting,
+    check_new,
     joined,
+    kept_of,
     pack_responses,
-    unpack_responses,
+    samples_beyond,
 )
 
 logger = logging.getLogger(__name__)
@@ -102,22 +104,12 @@ class Sampler:
             for r in requests
         ]
         with self.changed:
-            self._check_new([request.request_id for request in requests], self._tasks)
+            check_new([request.request_id for request in requests], self._tasks)
             if not self.suspended:
                 self._send(tasks)
             self._submitted = self._submitted * bool(self._tasks) + sum(len(t.missing) for t in tasks)
             self._tasks |= {task.request.request_id: task for task in tasks}
             self.changed.notify_all()
-
-    @staticmethod
-    def _check_new(names: Sequence[str], outstanding: Mapping[str, Any]) -> None:
-        if len(set(names)) != len(names):
-            raise RolloutError("two prompts of one batch share a uid; uids must differ")
-        again = [name for name in names if name in outstanding]
-        if again:
-            raise RolloutError(
-                f"the samples of prompt {again[0]!r} are being generated already; uids must differ"
-            )
 
     def _send(self, tasks: Sequence[SampleTask]) -> None:
         parts = [(part, task, samples) for task in tasks for part, samples in task.parts()]
@@ -141,7 +133,7 @@ class Sampler:
         ready: list[Finished] = []
         with self.changed:
             names = [f"{prefix}{uid}" for uid in prompts.non_tensor_batch["uid"]]
-            self._check_new(names, self._groups)
+            check_new(names, self._groups)
             for name in names:
                 missing[name] = {}
                 for sample in range(settings.n):
@@ -223,8 +215,10 @@ class Sampler:
         run: Callable[[Callable[[], bool]], None] | None = None,
     ) -> list[Any]:
         """`settings.n` samples of each prompt, in the order of the prompts whatever finished first; `on_finish` is
-        called with the row of each. `run` waits where another thread generates."""
-        n = settings.n
+        called with the row of each. `run` waits where another thread generates. With `settings.over_sample_rate`
+        nothing else may be outstanding."""
+        n, total = settings.n, len(prompts) * settings.n
+        needed = total - samples_beyond(settings.over_sample_rate, total)
         first_row = {f"{prefix}{uid}": i * n for i, uid in enumerate(prompts.non_tensor_batch["uid"])}
         rows: dict[int, Any] = {}
 
@@ -233,13 +227,25 @@ class Sampler:
             if on_finish is not None:
                 on_finish(row, finished.result)
             rows[row] = finished.result  # last: another thread may wait for it
+            if len(rows) == needed < total:
+                self.end_early()
 
         if not self.outstanding:
             begin_counting(0)
-        live.add("responses_wanted", len(prompts) * n)
+        live.add("responses_wanted", total)
         self.add(prompts, settings, ended, prefix)
-        (run or self.run)(lambda: len(rows) == len(prompts) * n)
-        return [rows[row] for row in range(len(prompts) * n)]
+        (run or self.run)(lambda: len(rows) == total and (needed == total or not self._sent))
+        return [rows[row] for row in range(total)]
+
+    def end_early(self) -> None:
+        """Answer all that is outstanding as it is, with reason `abort`; the driving thread calls it."""
+        try:
+            self.cancel(None)
+        except NotImplementedError as error:
+            raise RolloutError(
+                f"responses cannot be ended early: {error}. Use actor_rollout_ref.rollout.name=native, vllm or "
+                "sglang, or actor_rollout_ref.rollout.over_sample_rate=0"
+            ) from None
 
     # ---- driving the engine, in one thread at a time
 
@@ -440,10 +446,4 @@ class Sampler:
 
     def unpack(self, packed: dict[str, Any], groups: Iterable[str]) -> Kept:
         """What a checkpoint has of these groups, for `add`."""
-        names = set(groups)
-        return {
-            (response.request_id, response.sample): (response, column == "finished")
-            for column in ("unfinished", "finished")
-            for response in unpack_responses(packed[column])
-            if response.request_id in names
-        }
+        return kept_of(packed, set(groups))

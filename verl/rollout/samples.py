@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
 
+from verl.errors import RolloutError
 from verl.observe.live import live
 from verl.rollout.base import Request, Response
 
@@ -60,6 +61,22 @@ class SampleTask:
                 part = replace(part, request_id=f"{request.request_id}#{sample}", key=key)
             parts.append((part, {0: sample}))
         return parts
+
+
+def check_new(names: Sequence[str], outstanding: Mapping[str, Any]) -> None:
+    """RolloutError where a name of what is to be generated is taken."""
+    if len(set(names)) != len(names):
+        raise RolloutError("two prompts of one batch share a uid; uids must differ")
+    again = [name for name in names if name in outstanding]
+    if again:
+        raise RolloutError(
+            f"the samples of prompt {again[0]!r} are being generated already; uids must differ"
+        )
+
+
+def samples_beyond(over_sample_rate: float, total: int) -> int:
+    """How many of a step's samples need not end."""
+    return int(over_sample_rate * total + 1e-9)  # 0.3 * 10 is 2.9999...
 
 
 def begin_counting(wanted: int, done: int = 0) -> None:
@@ -127,3 +144,13 @@ def unpack_responses(packed: dict[str, Any]) -> list[Response]:
         strict=True,
     )
     return [Response(*fields) for fields in columns]
+
+
+def kept_of(packed: dict[str, Any], groups: Collection[str]) -> Kept:
+    """The finished and the unfinished samples that a checkpoint has of these groups."""
+    return {
+        (response.request_id, response.sample): (response, column == "finished")
+        for column in ("unfinished", "finished")
+        for response in unpack_responses(packed[column])
+        if response.request_id in groups
+    }

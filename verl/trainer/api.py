@@ -136,7 +136,7 @@ class PPOTrainer(BaseTrainer):
             )
             functions = reward_function if reward_funcs is None else reward_funcs
             self._rewards = RewardFuncs(functions, self.args.reward_weights, reward_processing_classes)
-            preflight(self.run_config(), given_model=self._loaded)
+            preflight(self.run_config(), given_model=self._loaded, again=True)
             return
         self.model = model
         self.tokenizer = processing_class if tokenizer is None else tokenizer

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.config.parallelism import counted
 from verl.errors import CommandAnswered, ConfigError
+from verl.observe.console import counting
 from verl.runtime import run_command
 
 if TYPE_CHECKING:
@@ -178,14 +179,18 @@ class Try:
 def try_environment(cfg: PPOConfig, args: argparse.Namespace) -> int:
     """Run the conversations and report them; 1 where one failed."""
     tries: list[Try] = []
-    with opened(cfg, args) as (sampler, dataset, rewards):
+    with ExitStack() as stack:
+        sampler, dataset, rewards = stack.enter_context(opened(cfg, args))
+        ended = lambda: None  # noqa: E731
+        if not args.by_hand:
+            ended = stack.enter_context(counting("conversations", args.conversations)).advance
         positions = [number % len(dataset) for number in range(args.conversations)]
         # A person answers one at a time; others all at once.
         size = 1 if args.by_hand else len(positions)
         for start in range(0, len(positions), size):
             chosen = positions[start : start + size]
             uids = [f"try-{start + number}" for number in range(len(chosen))]
-            new = converse(cfg, sampler(), dataset.batch(chosen, uids), rewards)
+            new = converse(cfg, sampler(), dataset.batch(chosen, uids), rewards, ended)
             tries += [
                 Try(
                     *pair,
@@ -300,9 +305,13 @@ def _written(
 
 
 def converse(
-    cfg: PPOConfig, sampler: ConversationSampler, prompts: DataProto, rewards: RewardManager
+    cfg: PPOConfig,
+    sampler: ConversationSampler,
+    prompts: DataProto,
+    rewards: RewardManager,
+    ended: Callable[[], None],
 ) -> list[tuple[Conversation, RewardResult]]:
-    """One conversation for each prompt, scored as in training."""
+    """One conversation for each prompt, scored as in training; `ended` is called when one has ended."""
     from verl.trainer.experience import submit_rewards
     from verl.workers.roles import training_settings
 
@@ -313,6 +322,7 @@ def converse(
 
     def on_finish(row: int, conversation: Conversation) -> None:
         failed.update(submit_rewards(rewards, tokenizer, prompts, [(row, conversation)]))
+        ended()
 
     conversations = sampler.collect(prompts, settings, on_finish)
     results = rewards.collect() | failed

@@ -1,7 +1,7 @@
 """From prompts to scored responses: generate, score while generating; dynamic sampling.
 
-A response without a score (its reward function failed) has an empty response mask and a separate group: it adds
-nothing to the loss and does not change the baseline of the others.
+A response without a score (its reward function failed, or generation was ended early) has an empty response mask and a
+separate group: it adds nothing to the loss and does not change the baseline of the others.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import islice
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ from verl.data.assemble import concat_rollouts
 from verl.data.proto import DataProto, object_column
 from verl.data.tokenizer import decode_all
 from verl.observe.metrics import Timer
-from verl.reward.base import FailureAccount, RewardManager, RewardResult, RewardSample
+from verl.reward.base import UNFINISHED, FailureAccount, RewardManager, RewardResult, RewardSample
 from verl.rollout.base import GenerationSettings, Response
 from verl.workers.group import WorkerGroup
 from verl.workers.roles import greedy_settings, training_settings
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_COUNTS = ("reward/failed", "reward/calls")
+_COUNTS = ("reward/failed", "reward/calls", "rollout/aborted")
 """Metrics that add up over the rounds of dynamic sampling, like those of tools."""
 
 
@@ -145,7 +146,8 @@ class SyncExperience(Experience):
         self.call_metrics()  # those of validation do not belong to this step
         with timer("data"):
             drawn = next(self._batches)
-        batch = self.score(drawn, training_settings(rollout, longest, step), timer)
+        settings = training_settings(rollout, longest, step)
+        batch = self.score(drawn, replace(settings, over_sample_rate=rollout.over_sample_rate), timer)
         metrics = agent_metrics(batch)
         if "reward_baselines" in needed_columns(self.cfg):
             attach_baselines(batch, self.score(drawn, greedy_settings(rollout, longest), timer), rollout.n)
@@ -207,15 +209,18 @@ def submit_rewards(
     for (row, result), parts in zip(finished, drawn, strict=True):
         text = "\n".join(islice(decoded, len(parts)))
         conversation = None if isinstance(result, Response) else result
+        if texts is not None and conversation is None:
+            texts[row] = text
         if conversation is not None and conversation.error is not None:
             failures[first + row] = RewardResult(None, error=conversation.error)
+            continue
+        if result.finish_reason == "abort":
+            failures[first + row] = RewardResult(None, error=UNFINISHED)
             continue
         if conversation is not None and conversation.scored:
             # The reward of its agent is added.
             failures[first + row] = RewardResult(0.0, extra=dict(conversation.reward_extra))
             continue
-        if texts is not None and conversation is None:
-            texts[row] = text
         # What data.max_response_length bounds: all tokens, or with history=split those of the longest row.
         rows = [] if conversation is None else conversation.rows
         length = max((end - start for start, end, _ in rows), default=len(result.token_ids))
@@ -382,6 +387,12 @@ def attach_scores(batch: DataProto, results: list[RewardResult]) -> DataProto:
     return batch
 
 
+def ended_rows(batch: DataProto) -> DataProto:
+    """The batch without what was ended early, for statistics."""
+    early = batch.non_tensor_batch["reward_error"] == UNFINISHED
+    return batch[torch.from_numpy(~early)] if early.any() else batch
+
+
 def attach_baselines(batch: DataProto, greedy: DataProto, n: int) -> None:
     """The score of each prompt's greedy response; without one, the prompt's responses are masked."""
     tensors = batch.batch
@@ -392,9 +403,12 @@ def attach_baselines(batch: DataProto, greedy: DataProto, n: int) -> None:
 
 
 def reward_metrics(batch: DataProto) -> dict[str, float]:
-    """Failures, and the mean of every number the reward functions returned besides the score."""
+    """Failures, what was ended early, and the mean of every number the reward functions returned besides the score."""
     errors = batch.non_tensor_batch["reward_error"]
-    metrics = {"reward/failed": float(sum(error is not None for error in errors))}
+    aborted = sum(error == UNFINISHED for error in errors)
+    metrics = {"reward/failed": float(sum(error is not None for error in errors) - aborted)}
+    if aborted:
+        metrics["rollout/aborted"] = float(aborted)
     numbers: dict[str, list[float]] = {}
     for extra in batch.non_tensor_batch["reward_extra"]:
         for name, value in extra.items():

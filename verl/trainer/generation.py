@@ -26,7 +26,7 @@ from verl.config.capabilities import engine_spec
 from verl.config.keys import mask_values, to_dict
 from verl.config.machine import machine_errors
 from verl.config.model_path import folder_problem
-from verl.config.parallelism import engines
+from verl.config.parallelism import counted, engines
 from verl.config.schema import DataConfig
 from verl.data.file_search import absent
 from verl.data.files import read_rows
@@ -121,7 +121,10 @@ def _generate_file(
         if_taken="set data.response_key to another name",
         overwrite=cfg.data.overwrite,
     )
-    total, summary = len(dataset), f"{len(dataset)} prompts with {cfg.rollout.n} responses each"
+    total, summary = (
+        len(dataset),
+        f"{counted(len(dataset), 'prompt')} with {counted(cfg.rollout.n, 'response')} each",
+    )
     with Journal(output, decisive_settings(cfg, choice, dataset), overwrite=cfg.data.overwrite) as journal:
         left = [position for position in range(total) if dataset.row_number(position) not in journal]
         if len(left) < total:

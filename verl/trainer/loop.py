@@ -26,7 +26,7 @@ from verl.observe.live import live
 from verl.observe.metrics import Timer
 from verl.observe.token_table import TokenTable
 from verl.trainer import advantage
-from verl.trainer.experience import DynamicSampling, Experience, SyncExperience
+from verl.trainer.experience import DynamicSampling, Experience, SyncExperience, ended_rows
 from verl.trainer.setup import Events, resume_note, whole_number
 from verl.trainer.validation import sample_rows, validate
 from verl.workers.group import learns_from_data, old_log_probs_pass, sessions_of
@@ -162,12 +162,12 @@ class RLLoop:
         for role in self.workers.roles:
             for name in role.columns if role.temporary else ():
                 batch.batch.pop(name, None)
-        self.batch = sampled = sampled_rows(batch)
+        self.batch = ended_rows(sampled_rows(batch))
         self.write_samples(batch, outputs, version)
         return {
             **metrics,
             **batch_metrics(
-                sampled,
+                self.batch,
                 max_response_length=cfg.data.max_response_length,
                 max_prompt_length=cfg.data.max_prompt_length,
             ),

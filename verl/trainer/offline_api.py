@@ -59,7 +59,7 @@ class SFTTrainer(BaseTrainer):
         self._take(
             model, args, train_dataset, eval_dataset, processing_class, peft_config, callbacks, unknown
         )
-        preflight(self.run_config(), given_model=self._loaded)
+        preflight(self.run_config(), given_model=self._loaded, again=True)
 
     def run_config(self, *, quiet: bool = False) -> OfflineConfig:
         """The full config this trainer runs with; `quiet`: without its warnings."""

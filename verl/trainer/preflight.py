@@ -35,10 +35,16 @@ PROMPT_AND_RESPONSE = "data.max_prompt_length + data.max_response_length"
 
 
 def preflight(
-    cfg: PPOConfig | OfflineConfig, *, given_model: bool = False, given_data: bool = False, saves: bool = True
+    cfg: PPOConfig | OfflineConfig,
+    *,
+    given_model: bool = False,
+    given_data: bool = False,
+    saves: bool = True,
+    again: bool = False,
 ) -> RunPlan:
     """The plan of a run; ConfigError with every reason why it cannot start. Models and data passed as objects are
-    skipped, and without `saves` the space for checkpoints."""
+    skipped, and without `saves` the space for checkpoints. `again`: this is called once more before the run starts,
+    and gives its warnings then."""
     plan = RunPlan(cfg)
     problems = unavailable(cfg) + plan.absent + _absent_files(cfg, given_data)
     if not given_model:
@@ -50,7 +56,7 @@ def preflight(
         problems += wrong or teacher_model_errors(cfg, given_model=given_model)
     if problems:
         raise ConfigError("\n".join(problems))
-    if not given_model:
+    if not given_model and not again:
         if isinstance(cfg, OfflineConfig):
             warn_of_length(cfg.model, "data.max_length", cfg.data.max_length)
         else:

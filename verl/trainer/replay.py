@@ -145,6 +145,12 @@ def require_recorded(recorded: Recorded, files: Files, step: int) -> None:
             f"trainer.async_training.mode={mode}: {what} depends on time, so two runs differ and a difference would "
             "say nothing. Runs with mode=off, one_step_off, or carry_over on one device can be repeated"
         )
+    rate = recorded.get(f"{_ROLLOUT}.over_sample_rate", 0.0)
+    if rate and (engines > 1 or converses(recorded)):
+        raise ConfigError(
+            f"{_ROLLOUT}.over_sample_rate={rate:g}: with several engines, or tools, which responses end first depends "
+            "on time, so two runs differ and a difference would say nothing"
+        )
 
 
 @contextmanager

@@ -18,6 +18,7 @@ import torch
 
 from verl.algorithms.aggregation import batch_counts
 from verl.algorithms.groups import Trajectories
+from verl.algorithms.rollout_correction import mean_bypass_weight
 from verl.config.methods import Prepare, needed_columns, policy_loss, skips_zero_advantage
 from verl.config.roles import ACTOR, find_role, roles_of, saved_roles, section_of, update_time
 from verl.data.proto import DataProto
@@ -29,6 +30,7 @@ from verl.workers.roles import (
     PREPARED,
     ROW_WEIGHT,
     TOKEN_ROW,
+    WEIGHT_MEAN,
     Kept,
     OnFinish,
     RolloutGap,
@@ -231,6 +233,8 @@ class WorkerGroup(ABC):
                 del mini.batch["old_log_probs"]
             if not keep_tokens and not (own_old and section.ppo_epochs > 1):
                 mini.batch.pop(TOKEN_ROW, None)
+            if role == ACTOR and self.cfg.algorithm.rollout_correction.normalises_updates:
+                mini.meta_info[WEIGHT_MEAN] = self._mean_weight(mini)
             if prepare is not None:
                 self.prepare(mini, prepare, number, unchanged=not steps)
             elif together > 1 and "session" not in mini.non_tensor_batch:  # the loss itself compares them
@@ -250,6 +254,13 @@ class WorkerGroup(ABC):
             if sync:
                 metrics |= self.sync_weights()
         return metrics
+
+    def _mean_weight(self, mini: DataProto) -> float:
+        """Of the importance weights of a mini-batch, by the policy of now: a pass of its own, because every
+        micro-batch divides by it."""
+        log_probs = self.forward(ACTOR, mini, ("old_log_probs",)).batch["old_log_probs"]
+        drawn, mask = mini.batch["rollout_log_probs"], mini.batch["response_mask"]
+        return mean_bypass_weight(log_probs, drawn, mask, self.cfg.algorithm.rollout_correction)
 
     def token_outputs(self, batch: DataProto) -> Callable[[], dict[str, torch.Tensor] | None]:
         """A call that waits for `log_probs` and `entropy` [B, T] of the actor in the first pass over each row of the

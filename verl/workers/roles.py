@@ -10,6 +10,7 @@ import torch
 
 from verl.algorithms import agg_loss, compute_value_loss, kl_penalty
 from verl.algorithms.aggregation import keep, loss_denominators
+from verl.algorithms.rollout_correction import bypass_weights
 from verl.config.keys import Section
 from verl.config.methods import policy_loss
 from verl.config.roles import ACTOR, Role, refreshed
@@ -21,7 +22,7 @@ from verl.observe.metrics import Metric
 from verl.rollout.base import GenerationSettings, Response, SamplingParams
 
 if TYPE_CHECKING:
-    from verl.config.schema import ActorConfig, PPOConfig, RolloutConfig
+    from verl.config.schema import ActorConfig, PPOConfig, RolloutConfig, RolloutCorrectionConfig
     from verl.engines.base import ModelOutput, TrainEngine
     from verl.models.distillation import Teacher
 
@@ -32,6 +33,8 @@ TOKEN_ROW = "token_row"
 ROW_WEIGHT = "row_weight"
 """Tensor [B] where rows are left out of an update (weight 0): how much the tokens of each row count in means over the
 batch. It is above 1 in the sample of the rows without influence that is computed."""
+WEIGHT_MEAN = "rollout_is_mean"
+"""In a mini-batch's meta_info: the mean of its importance weights, where they are normalised."""
 PREPARED = "prepared."
 """Before the names of columns that the `prepare` of a policy loss computed."""
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "ignore_eos", "raw_log_probs")
@@ -204,6 +207,13 @@ class ActorRole(RoleWorker):
         self.tokens = TokenOutputs()
         self.teacher: Teacher | None = None
         """Set where the policy is distilled."""
+        self._correction: RolloutCorrectionConfig | None = None
+        """Set where each update weighs its tokens."""
+
+    def connect(self, role: Role, config: PPOConfig, workers: Mapping[str, RoleWorker], tokens: int) -> None:
+        correction = config.algorithm.rollout_correction
+        if correction.weighs_updates and not config.own_loop:
+            self._correction = correction
 
     def forward(self, batch: DataProto, columns: Sequence[str]) -> dict[str, torch.Tensor]:
         out = self.engine.log_probs(
@@ -222,6 +232,21 @@ class ActorRole(RoleWorker):
         )
         return {**metrics, **self._gap.metrics()}
 
+    @staticmethod
+    def _weigh(
+        correction: RolloutCorrectionConfig, log_prob: torch.Tensor, micro: DataProto, counted: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, Metric]]:
+        """The weights of token losses in bypass mode, and metrics."""
+        drawn, mask = micro.batch["rollout_log_probs"], micro.batch["response_mask"]
+        weights, kept = bypass_weights(log_prob, drawn, mask, correction)
+        weights = weights / micro.meta_info.get(WEIGHT_MEAN, 1.0)
+        total = counted.sum()
+        means = {"rollout_is_mean": weights, "rejected_tokens": (~kept).to(weights.dtype)}
+        return weights, {
+            f"rollout_corr/{name}": Metric((values * counted).sum() / total.clamp(min=1), "mean", total)
+            for name, values in means.items()
+        }
+
     def loss(self, out: ModelOutput, micro: DataProto) -> tuple[torch.Tensor, dict[str, Metric]]:
         cfg, tensors, mask = self.cfg, micro.batch, micro.batch["response_mask"]
         info = denominators(micro, self.loss_scale_factor)
@@ -235,6 +260,10 @@ class ActorRole(RoleWorker):
         if "old_log_probs" not in tensors and "rollout_log_probs" in tensors:
             self._gap.add(old_log_prob, tensors["rollout_log_probs"], mask, weight)
         prepared = {k.removeprefix(PREPARED): v for k, v in tensors.items() if k.startswith(PREPARED)}
+        counted = token_weights(mask, weight)
+        is_weights, weighed = tensors.get("rollout_is_weights"), dict[str, Metric]()
+        if self._correction is not None:
+            is_weights, weighed = self._weigh(self._correction, log_prob.detach(), micro, counted)
         with loss_denominators(info):
             result = self.policy_loss(
                 old_log_prob=old_log_prob,
@@ -243,7 +272,7 @@ class ActorRole(RoleWorker):
                 response_mask=mask,
                 loss_agg_mode=cfg.loss_agg_mode,
                 config=LossConfig(cfg, info),
-                rollout_is_weights=tensors.get("rollout_is_weights"),
+                rollout_is_weights=is_weights,
                 **({"prepared": prepared} if prepared else {}),
                 **({} if out.kl is None else {"kl": out.kl}),
                 **{name: tensors[name] for name in self.policy_loss.needs if name in tensors},
@@ -251,7 +280,6 @@ class ActorRole(RoleWorker):
         loss, found = (
             result if len(result) == 2 else (result[0], dict(zip(_NUMBERS, result[1:], strict=True)))
         )
-        counted = token_weights(mask, weight)
         all_tokens = counted.sum()
         tokens = (counted > 0).sum()
         metrics = {
@@ -259,7 +287,7 @@ class ActorRole(RoleWorker):
             if isinstance(value, Metric)
             else Metric(value, "mean", tokens)
             for name, value in found.items()
-        }
+        } | weighed
         metrics["actor/pg_loss"] = Metric(loss.detach() / info["dp_size"], "sum")
         if out.entropy is not None:
             entropy = agg_loss(out.entropy, mask, cfg.loss_agg_mode, **info)

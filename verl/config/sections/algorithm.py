@@ -59,17 +59,46 @@ class RolloutCorrectionConfig:
     """Importance weights and rejection between the rollout engine's and the trainer's probabilities."""
 
     rollout_is: str | None = key(
-        None, "importance weights per token or sequence", known=("token", "sequence"), used_if="!.bypass_mode"
+        None,
+        "importance weights per token or sequence",
+        known=("token", "sequence"),
+        used_if="!.bypass_mode or .loss_type=reinforce",
     )
     rollout_is_threshold: float | str = key(
         2.0, "truncate above; 'lo_hi': drop outside", used_if=".rollout_is"
     )
     rollout_is_batch_normalize: bool = key(False, "scale weights to mean 1", used_if=".rollout_is")
-    rollout_rs: str | None = key(None, "rejection rules, e.g. seq_mean_k1,token_k2", used_if="!.bypass_mode")
+    rollout_rs: str | None = key(None, "rejection rules, e.g. seq_mean_k1,token_k2")
     rollout_rs_threshold: float | str | None = key(
         None, "their bounds: a number, 'lo_hi', or one each, comma separated", used_if=".rollout_rs"
     )
     bypass_mode: bool = key(False, "take the rollout engine's log-probs as the old ones (saves a pass)")
+    loss_type: str = key(
+        "ppo_clip",
+        "ppo_clip: as policy_loss.loss_mode says; reinforce: policy gradient times the weights of rollout_is",
+        known=("ppo_clip", "reinforce"),
+        used_if=".bypass_mode",
+    )
+
+    @property
+    def reinforces(self) -> bool:
+        """Whether the loss is a policy gradient with importance weights."""
+        return self.bypass_mode and self.loss_type == "reinforce"
+
+    @property
+    def weighs_updates(self) -> bool:
+        """Whether each update weighs its tokens by the policy it begins with."""
+        return self.bypass_mode and bool(self.rollout_rs or (self.rollout_is and self.reinforces))
+
+    @property
+    def normalises_updates(self) -> bool:
+        """Whether these weights are divided by their mean over a mini-batch."""
+        return self.reinforces and bool(self.rollout_is and self.rollout_is_batch_normalize)
+
+    @property
+    def weighs_sequences(self) -> bool:
+        """Whether what happens to a token depends on its whole sequence."""
+        return self.rollout_is == "sequence" or "seq_" in str(self.rollout_rs)
 
     def errors(self, name: str) -> Iterator[str]:
         """What is wrong within the section called `name`."""

@@ -268,6 +268,13 @@ class EngineConfig:
 class RolloutConfig(EngineConfig, LogProbConfig):
     """Generating in training; the log-probs are those the trainer recomputes."""
 
+    over_sample_rate: float = key(
+        0.0,
+        "share of a step's responses that are not waited for: when the others have ended, these are aborted and not "
+        "trained",
+        ge=0,
+        lt=1,
+    )
     calculate_log_probs: bool = key(True, "keep the engine's log-probs and compare the trainer's")
     free_cache_engine: bool = key(
         True, "free the KV cache while training", used_if=(".name!=hf", "@shared_gpus", "@gpu")
