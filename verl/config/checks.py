@@ -25,7 +25,7 @@ from verl.config.methods import (
 from verl.config.parallelism import ROLLOUT, closest, divisors, sharing_errors
 from verl.config.plan import RunPlan
 from verl.config.recipes import recipe_names
-from verl.config.run_checks import async_errors, layout_errors, reference_errors, teacher_errors
+from verl.config.run_checks import async_errors, exact_errors, layout_errors, reference_errors, teacher_errors
 from verl.config.schema import (
     AnyConfig,
     DataConfig,
@@ -237,6 +237,7 @@ def _training_errors(config: PPOConfig, plan: RunPlan) -> Iterator[str]:
     """What only a run that trains needs."""
     rollout, algorithm = config.actor_rollout_ref.rollout, config.algorithm
     multi_turn, filtering = rollout.multi_turn, algorithm.filter_groups
+    yield from exact_errors(config)
     if not config.own_loop:
         yield from _batch_errors(config, plan)
     comparing = [method for method in methods_of(config) if method.compares_responses]

@@ -33,7 +33,7 @@ _FEWEST_FLEX = 128
 _LARGEST_FLASH_HEAD = 256
 _FEWEST_QUERIES = 512
 """Queries of a sliding window that are served at once."""
-Backend = Literal["auto", "sdpa", "varlen", "flex", "cudnn", "fa4"]
+Backend = Literal["auto", "sdpa", "varlen", "flex", "cudnn", "fa4", "exact"]
 RAGGED = ("varlen", "cudnn", "fa4")
 """The kernels for sequences of any lengths."""
 _UNBOUNDED = 1 << 30
@@ -50,7 +50,7 @@ class AttentionCall(NamedTuple):
     window: int | None = None
     softcap: float | None = None
     layer: int = 0
-    asked: Backend = "auto"  # the key `model.attention_backend`
+    asked: Backend = "auto"  # the key `model.attention_backend`, or "exact" (`verl.models.exact`)
 
     def on(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> AttentionCall:
         """The same attention of other tensors."""
@@ -304,6 +304,10 @@ def choose_backend(
 def dense_attention(call: AttentionCall) -> torch.Tensor:
     """Causal attention of [rows, H, L, D] with as little masking as the case allows. With more keys than queries, the
     last query sees the last key."""
+    if call.asked == "exact":
+        from verl.models.exact import exact_attention
+
+        return exact_attention(call)
     q, k, v, scaling, window, softcap, *_ = call
     length, before = q.shape[2], k.shape[2] - q.shape[2]
     if softcap is not None:

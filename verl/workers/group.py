@@ -25,6 +25,7 @@ from verl.observe.live import Snapshot
 from verl.observe.metrics import Metric, Timer, average_metrics
 from verl.rollout.base import GenerationSettings
 from verl.rollout.sampler import Sampler
+from verl.workers.exact_gap import EXACT_TOKENS
 from verl.workers.roles import (
     PREPARED,
     ROW_WEIGHT,
@@ -231,6 +232,8 @@ class WorkerGroup(ABC):
                 del mini.batch["old_log_probs"]
             if not keep_tokens and not (own_old and section.ppo_epochs > 1):
                 mini.batch.pop(TOKEN_ROW, None)
+            if role == ACTOR and self.cfg.trainer.exact and not steps:
+                mini.batch[EXACT_TOKENS] = self._drawn_now(mini)
             if prepare is not None:
                 self.prepare(mini, prepare, number, unchanged=not steps)
             elif together > 1 and "session" not in mini.non_tensor_batch:  # the loss itself compares them
@@ -257,6 +260,13 @@ class WorkerGroup(ABC):
         left out."""
         kept, rows = [*self._kept, *self.kept_tokens()], len(batch)
         return lambda: joined_outputs([part() for part in kept], rows)
+
+    def _drawn_now(self, mini: DataProto) -> torch.Tensor:
+        """[B, T]: the tokens drawn by the weights of now, with keys and values of now."""
+        now = mini.batch["token_versions"] == self.policy_version
+        if self.cfg.actor_rollout_ref.rollout.recompute_kv_cache:
+            return now
+        return now & (now | ~mini.batch["response_mask"].bool()).all(-1, keepdim=True)
 
     def _take_old_log_probs(self, batch: DataProto, rows: torch.Tensor) -> None:
         """Those of the first mini-batch, which later passes over its rows compare with."""

@@ -18,6 +18,7 @@ from verl.errors import ModelError
 from verl.missing_names import explain
 from verl.observe.metrics import Metric
 from verl.rollout.base import GenerationSettings, Response, SamplingParams
+from verl.workers.exact_gap import EXACT_TOKENS, ExactGap
 
 if TYPE_CHECKING:
     from verl.config.schema import ActorConfig, PPOConfig, RolloutConfig
@@ -199,7 +200,7 @@ class ActorRole(RoleWorker):
     def __init__(self, engine: TrainEngine, cfg: ActorConfig, *, loss_scale_factor: int) -> None:
         super().__init__(engine, cfg, loss_scale_factor=cfg.loss_scale_factor or loss_scale_factor)
         self.policy_loss = policy_loss(cfg.policy_loss.loss_mode)
-        self._gap = RolloutGap()
+        self._gap, self._exact = RolloutGap(), ExactGap()
         self.tokens = TokenOutputs()
         self.teacher: Teacher | None = None
         """Set where the policy is distilled."""
@@ -214,11 +215,12 @@ class ActorRole(RoleWorker):
         return {name: out[name] for name in columns}
 
     def forward_backward(self, mini: DataProto) -> dict[str, Metric]:
-        self._gap = RolloutGap()
+        self._gap, self._exact = RolloutGap(), ExactGap()
         options = {} if self.teacher is None else {"teacher": self.teacher}
         metrics = self.engine.forward_backward(
             mini, self.loss, temperature=mini.meta_info["temperature"], with_entropy=True, **options
         )
+        self._exact.check(self.engine)
         return {**metrics, **self._gap.metrics()}
 
     def loss(self, out: ModelOutput, micro: DataProto) -> tuple[torch.Tensor, dict[str, Metric]]:
@@ -233,6 +235,10 @@ class ActorRole(RoleWorker):
         weight = tensors.get(ROW_WEIGHT)
         if "old_log_probs" not in tensors and "rollout_log_probs" in tensors:
             self._gap.add(old_log_prob, tensors["rollout_log_probs"], mask, weight)
+        if EXACT_TOKENS in tensors:
+            compared = mask.bool() & tensors[EXACT_TOKENS]
+            self._gap.add(log_prob.detach(), tensors["rollout_log_probs"], compared, weight)
+            self._exact.add(log_prob.detach(), micro)
         prepared = {k.removeprefix(PREPARED): v for k, v in tensors.items() if k.startswith(PREPARED)}
         with loss_denominators(info):
             result = self.policy_loss(

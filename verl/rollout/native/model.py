@@ -28,6 +28,7 @@ from torch import nn
 
 from verl.errors import ConfigError
 from verl.models.attention import AttentionCall, Backend, asked_backend
+from verl.models.exact import exact_arithmetic, is_exact, log_probs_of, raw_logits
 from verl.models.introspection import backbone_of, class_of, output_head
 from verl.rollout.native.ops import (
     FP8_MAX,
@@ -68,20 +69,27 @@ class Backbone:
 
     def hidden(self, input_ids: torch.Tensor, position_ids: torch.Tensor, context: Any) -> torch.Tensor:
         """Ids and positions [N] of the tokens of a step -> hidden states [N, D]."""
-        out = self.backbone(
-            input_ids=input_ids[None],
-            position_ids=position_ids[None],
-            # A four-dimensional mask is used as it is; otherwise transformers would look for packed sequences in the
-            # positions, which waits for the device. Our attention never reads it.
-            attention_mask=position_ids.new_zeros((1, 1, 1, 1)),
-            use_cache=False,
-            verl_attn=context,
-        )
+        with exact_arithmetic(self.model):
+            out = self.backbone(
+                input_ids=input_ids[None],
+                position_ids=position_ids[None],
+                # A four-dimensional mask is used as it is; otherwise transformers would look for packed sequences in
+                # the positions, which waits for the device. Our attention never reads it.
+                attention_mask=position_ids.new_zeros((1, 1, 1, 1)),
+                use_cache=False,
+                verl_attn=context,
+            )
         return out.last_hidden_state[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[M, D] -> [M, V] in float32."""
+        return self.bent(self.raw_logits(hidden))
+
+    def raw_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The product alone."""
         head = output_head(self.model)
+        if self.exact:
+            return raw_logits(hidden, head.weight, head.bias)
         if hidden.dtype == torch.float32:
             logits = hidden @ head.weight.t()
         elif hidden.is_cuda:
@@ -90,9 +98,26 @@ class Backbone:
             logits = (hidden @ head.weight.t()).float()
         if head.bias is not None:
             logits += head.bias
+        return logits
+
+    def bent(self, logits: torch.Tensor) -> torch.Tensor:
+        """With what the architecture does to them."""
+        head = output_head(self.model)
         if head.softcap is not None:
             logits = torch.tanh(logits / head.softcap) * head.softcap
         return logits * head.scale if head.scale != 1.0 else logits
+
+    @property
+    def exact(self) -> bool:
+        """Whether log-probs have to be those of the trainer bit for bit (`exact_log_probs`)."""
+        return is_exact(self.model)
+
+    def exact_log_probs(
+        self, raw: torch.Tensor, tokens: torch.Tensor, temperatures: Seq[float]
+    ) -> torch.Tensor:
+        """[M] from `raw_logits`."""
+        head = output_head(self.model)
+        return log_probs_of(raw, tokens, temperatures, head.softcap, head.scale)
 
 
 @dataclass

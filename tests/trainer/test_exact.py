@@ -1,0 +1,144 @@
+"""`trainer.exact`: what a step trains on is, bit for bit, what the engine drew; a run that loses this stops."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from tests.tiny_run import tiny_run
+
+from verl.config.load import load_ppo_config
+from verl.errors import ConfigError, TrainingHalted
+
+EXACT = ["trainer.exact=True", "trainer.total_training_steps=2"]
+GAP = "training/rollout_probs_diff_max"
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ["actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.rollout.temperature=0.7"],
+        ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.lora_alpha=8"],
+        ["actor_rollout_ref.model.enable_gradient_checkpointing=True", "actor_rollout_ref.actor.use_kl_loss=True"],
+        ["actor_rollout_ref.model.share_prefixes=False", "actor_rollout_ref.rollout.max_num_seqs=5"],
+        [
+            "actor_rollout_ref.actor.use_dynamic_bsz=False",
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=3",
+            "actor_rollout_ref.rollout.raw_log_probs=True",
+            "actor_rollout_ref.rollout.temperature=0.7",
+        ],
+    ],
+)  # fmt: skip
+def test_every_step_trains_on_the_log_probs_it_drew(watch, keys):
+    seen = watch(*EXACT, *keys)
+    for step in (1, 2):
+        assert seen.row(step)[GAP] == 0.0
+        first = seen.of("actor", step)[0]
+        assert first.metrics["actor/ppo_kl"] == 0.0
+        assert first.mini.batch["exact_tokens"].any()
+        assert not any("exact_tokens" in later.mini.batch for later in seen.of("actor", step)[1:])
+        tensors = first.mini.batch
+        assert torch.equal(tensors["old_log_probs"], tensors["rollout_log_probs"]), "no second pass"
+
+
+@pytest.mark.slow
+def test_with_carry_over_tokens_of_these_weights_are_compared(watch):
+    mode = ["trainer.async_training.mode=carry_over", "trainer.total_training_steps=3"]
+    some = ["actor_rollout_ref.rollout.max_num_seqs=6", "data.max_response_length=12"]
+    for recompute in (False, True):  # whether what was kept of a response is computed again by new weights
+        keys = [*EXACT, *mode, *some, f"actor_rollout_ref.rollout.recompute_kv_cache={recompute}"]
+        seen = watch(*keys, folder=f"run_{recompute}")
+        older = 0
+        for step in range(1, 4):
+            tensors = seen.of("actor", step)[0].mini.batch
+            now, mask = tensors["exact_tokens"], tensors["response_mask"].bool()
+            version = tensors["token_versions"] == tensors["token_versions"][mask].max()
+            older += int((mask & ~now).sum())
+            assert not (now & mask & ~version).any()
+            assert seen.row(step).get(GAP, 0.0) == 0.0
+        assert older > 0, "some tokens were drawn by earlier weights"
+        assert seen.row(3)[GAP] == 0.0
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, few: int) -> None:
+    """One number of one layer is the next float32, where a product has few rows."""
+    from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
+
+    forward = Qwen2MLP.forward
+
+    def planted(module: Any, x: torch.Tensor) -> torch.Tensor:
+        out = forward(module, x)
+        if module is planted.modules[-1] and x.shape[1] <= few:
+            out = out.clone()
+            out[..., 0] = torch.nextafter(out[..., 0], torch.tensor(torch.inf))
+        return out
+
+    planted.modules = []  # type: ignore[attr-defined]
+    init = Qwen2MLP.__init__
+
+    def remember(module: Any, *args: Any) -> None:
+        init(module, *args)
+        planted.modules.append(module)  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(Qwen2MLP, "forward", planted)
+    monkeypatch.setattr(Qwen2MLP, "__init__", remember)
+
+
+def test_a_planted_difference_of_one_ulp_is_found_before_the_first_step(watch, monkeypatch):
+    plant(monkeypatch, 5)
+    with pytest.raises(Exception, match="cannot be kept on this machine"):
+        watch(*EXACT)
+
+
+def test_a_run_that_loses_it_stops_and_names_the_place(watch, monkeypatch, tmp_path):
+    monkeypatch.setattr("verl.rollout.native.exact_check.self_test", lambda model: None)
+    plant(monkeypatch, 5)
+    with pytest.raises(TrainingHalted, match=r"trainer.exact=True: token \d+ of a response") as stopped:
+        watch(*EXACT, "actor_rollout_ref.rollout.max_num_seqs=3", folder="run")
+    assert "mlp" in str(stopped.value) and "generated in one row" in str(stopped.value)
+    (row,) = (tmp_path / "run").rglob("exact_row.json")
+    assert json.loads(row.read_text())["differing"] > 0
+
+
+def test_log_probs_of_other_weights_are_told_from_arithmetic(watch):
+    def other(seen: Any, batch: Any) -> None:
+        batch.batch["rollout_log_probs"][0, 0] -= 1e-6
+
+    with pytest.raises(TrainingHalted, match="the weights that drew it are not those that train"):
+        watch(*EXACT, change=other)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "actor_rollout_ref.rollout.name=vllm",
+        "actor_rollout_ref.rollout.name=sglang",
+        "actor_rollout_ref.rollout.name=hf",
+        "actor_rollout_ref.rollout.dtype=fp8",
+        "actor_rollout_ref.rollout.kv_cache_dtype=fp8",
+        "actor_rollout_ref.actor.use_torch_compile=True",
+        "actor_rollout_ref.actor.strategy=megatron",
+        "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
+        "actor_rollout_ref.rollout.n_gpus_per_node=1",
+        "algorithm.rollout_correction.rollout_is=token",
+        "actor_rollout_ref.model.use_remove_padding=False",
+        "actor_rollout_ref.rollout.calculate_log_probs=False",
+    ],
+)
+def test_what_it_does_not_go_with_is_refused_by_its_key(key, tiny_model_dir, digits_data):
+    name = key.partition("=")[0]
+    more = ["actor_rollout_ref.rollout.nnodes=1"] if name.endswith("n_gpus_per_node") else []
+    with pytest.raises(ConfigError, match=f"'{name}' is .* trainer.exact=True does not go with"):
+        load_ppo_config(tiny_run(tiny_model_dir, digits_data, "trainer.exact=True", key, *more))
+
+
+def test_half_precision_is_refused(watch):
+    with pytest.raises(Exception, match="computes in float32 on CPUs, not in bfloat16 on cpu"):
+        watch(*EXACT, "actor_rollout_ref.model.dtype=bfloat16")
+
+
+def test_the_name_of_verl_is_another_name_of_the_key(tiny_model_dir, digits_data):
+    key = "actor_rollout_ref.rollout.full_determinism=True"
+    assert load_ppo_config(tiny_run(tiny_model_dir, digits_data, key)).trainer.exact
