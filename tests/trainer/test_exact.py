@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.tiny_run import tiny_run
 
+from tests.tiny_run import tiny_run
 from verl.config.load import load_ppo_config
 from verl.errors import ConfigError, TrainingHalted
 
@@ -62,42 +62,34 @@ def test_with_carry_over_tokens_of_these_weights_are_compared(watch):
         assert seen.row(3)[GAP] == 0.0
 
 
-def plant(monkeypatch: pytest.MonkeyPatch, few: int) -> None:
-    """One number of one layer is the next float32, where a product has few rows."""
-    from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
+def plant(monkeypatch: pytest.MonkeyPatch, few: int, layer: int) -> None:
+    """What a layer returns is the next float32, in passes over few tokens."""
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-    forward = Qwen2MLP.forward
+    forward = LlamaDecoderLayer.forward
 
-    def planted(module: Any, x: torch.Tensor) -> torch.Tensor:
-        out = forward(module, x)
-        if module is planted.modules[-1] and x.shape[1] <= few:
-            out = out.clone()
-            out[..., 0] = torch.nextafter(out[..., 0], torch.tensor(torch.inf))
+    def planted(module: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        out = forward(module, hidden_states, *args, **kwargs)
+        if module.self_attn.layer_idx == layer and out.shape[1] <= few:
+            out = torch.nextafter(out, torch.tensor(torch.inf))
         return out
 
-    planted.modules = []  # type: ignore[attr-defined]
-    init = Qwen2MLP.__init__
-
-    def remember(module: Any, *args: Any) -> None:
-        init(module, *args)
-        planted.modules.append(module)  # type: ignore[attr-defined]
-
-    monkeypatch.setattr(Qwen2MLP, "forward", planted)
-    monkeypatch.setattr(Qwen2MLP, "__init__", remember)
+    monkeypatch.setattr(LlamaDecoderLayer, "forward", planted)
 
 
 def test_a_planted_difference_of_one_ulp_is_found_before_the_first_step(watch, monkeypatch):
-    plant(monkeypatch, 5)
-    with pytest.raises(Exception, match="cannot be kept on this machine"):
+    plant(monkeypatch, 5, layer=0)
+    with pytest.raises(Exception, match=r"cannot be kept on this machine: model.layers.0 \(Llama"):
         watch(*EXACT)
 
 
 def test_a_run_that_loses_it_stops_and_names_the_place(watch, monkeypatch, tmp_path):
     monkeypatch.setattr("verl.rollout.native.exact_check.self_test", lambda model: None)
-    plant(monkeypatch, 5)
+    plant(monkeypatch, 5, layer=1)
     with pytest.raises(TrainingHalted, match=r"trainer.exact=True: token \d+ of a response") as stopped:
         watch(*EXACT, "actor_rollout_ref.rollout.max_num_seqs=3", folder="run")
-    assert "mlp" in str(stopped.value) and "generated in one row" in str(stopped.value)
+    assert "model.layers.1 (LlamaDecoderLayer): its output differs" in str(stopped.value)
+    assert "generated in one row" in str(stopped.value)
     (row,) = (tmp_path / "run").rglob("exact_row.json")
     assert json.loads(row.read_text())["differing"] > 0
 

@@ -152,7 +152,8 @@ def first_difference(
             continue
         name = place[0].partition("\0")[0]
         inside = [(names[m], m) for m in dict(outer).get(name, model).modules() if not list(m.children())]
-        inner = _first(record(inside, _packed(ids, ())), record(inside, passes()))
+        expected = record(inside, _packed(ids, ()))
+        inner = _first({name: x for name, x in expected.items() if name}, record(inside, passes()))
         return f"{_named(model, *(inner or place))}, {way}"
     return None
 
