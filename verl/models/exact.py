@@ -39,6 +39,8 @@ KEYS = 64
 """Of a block of attention."""
 ROWS = 16
 """From this number of rows on the library's kernels compute a row alike, and so do those of several heads together."""
+FEW_ROWS = 8
+"""The same for the products of attention, which are short sums."""
 _COUNTS = (256, 192, 128, 96, 64, 48, 32, ROWS)
 _LANES = 32
 """Elements that a vectorised loop takes at once, at most."""
@@ -264,51 +266,60 @@ def block_attention(call: AttentionCall, lengths: int | Tensor) -> Tensor:
     kv_heads = k.shape[1]
     groups = heads // kv_heads
     scale = size**-0.5 if scaling is None else scaling
-    longest = lengths if isinstance(lengths, int) else int(lengths.max())
-    shortest = lengths if isinstance(lengths, int) else int(lengths.min())
+    shortest, longest = (lengths, lengths) if isinstance(lengths, int) else _bounds(lengths)
+    unit = FEW_ROWS if max(size, v.shape[3]) <= 2 * KEYS else ROWS
     # Queries of one key head, position by position, so that those of the first positions can be left out.
-    rows = (
-        q.unflatten(1, (kv_heads, groups)).transpose(2, 3).reshape(batch * kv_heads, queries * groups, size)
-    )
-    rows = F.pad(rows * scale, (0, 0, 0, -rows.shape[1] % ROWS))
+    rows = (q * scale).unflatten(1, (kv_heads, groups)).transpose(2, 3)
+    rows = rows.reshape(batch * kv_heads, queries * groups, size)
+    rows = F.pad(rows, (0, 0, 0, -rows.shape[1] % unit))
     count = rows.shape[1]
-    top = rows.new_full((batch * kv_heads, count, 1), -1e30)
-    total, out = torch.zeros_like(top), rows.new_zeros(batch * kv_heads, count, v.shape[3])
+    total = top = out = rows.new_empty(0)
     first = 0 if window is None else max(shortest - queries - window + 1, 0) // KEYS * KEYS
     for start in range(first, longest, KEYS):
+        # The queries that see any of these keys, from a multiple of `unit` on; of the first block all.
+        skipped = 0 if isinstance(lengths, Tensor) else max(start - lengths + queries, 0) * groups
+        seeing = slice(skipped // unit * unit, count)
         block = slice(start, start + KEYS)
-        # The queries that see any of these keys, from a multiple of ROWS on.
-        seeing = slice(max(start - (shortest - queries), 0) * groups // ROWS * ROWS, count)
-        if isinstance(lengths, Tensor):
-            seeing = slice(0, count)
         k_block, v_block = (x[:, :, block].reshape(batch * kv_heads, KEYS, -1) for x in (k, v))
         scores = torch.bmm(rows[:, seeing], k_block.transpose(1, 2))
         if softcap is not None:
             scores = scores.div_(softcap).tanh_().mul_(softcap)
-        hidden = _hidden(lengths, queries, start, window)
-        if hidden is not None and isinstance(lengths, Tensor):
-            scores.view(batch, -1, KEYS).masked_fill_(hidden, float("-inf"))
-        elif hidden is not None:
-            mask = F.pad(hidden.repeat_interleave(groups, 0), (0, 0, 0, count - queries * groups))
-            scores.masked_fill_(mask[seeing], float("-inf"))
+        every = start + KEYS <= shortest - queries + 1 and (window is None or longest - start <= window)
+        if not every:
+            hidden = _hidden(lengths, queries, start, window)
+            if isinstance(lengths, int):
+                hidden = F.pad(hidden.repeat_interleave(groups, 0), (0, 0, 0, count - queries * groups))[
+                    seeing
+                ]
+                scores.masked_fill_(hidden, float("-inf"))
+            else:
+                scores.view(batch, -1, KEYS).masked_fill_(hidden, float("-inf"))
+        peak = scores.amax(-1, keepdim=True)
+        if start == first:
+            top = peak.clamp_(min=-1e30)  # a query may see nothing of a window's first block
+            weights = scores.sub_(top).exp_()
+            total, out = weights.sum(-1, keepdim=True), torch.bmm(weights, v_block)
+            continue
         before = top[:, seeing]
-        now = torch.maximum(before, scores.amax(-1, keepdim=True))
+        now = torch.maximum(before, peak)
         weights, shrink = scores.sub_(now).exp_(), (before - now).exp_()
-        total[:, seeing] = total[:, seeing] * shrink + weights.sum(-1, keepdim=True)
-        out[:, seeing] = out[:, seeing] * shrink + torch.bmm(weights, v_block)
+        total[:, seeing].mul_(shrink).add_(weights.sum(-1, keepdim=True))
+        out[:, seeing].mul_(shrink).add_(torch.bmm(weights, v_block))
         top[:, seeing] = now
     out = (out / total)[:, : queries * groups].unflatten(0, (batch, kv_heads)).unflatten(2, (queries, groups))
     return out.transpose(2, 3).flatten(1, 2)
 
 
-def _hidden(lengths: int | Tensor, queries: int, start: int, window: int | None) -> Tensor | None:
-    """[queries, KEYS], or [B, 1, KEYS] for one query each: which keys from `start` on are not seen; None: all are."""
+def _bounds(lengths: Tensor) -> tuple[int, int]:
+    return int(lengths.min()), int(lengths.max())
+
+
+def _hidden(lengths: int | Tensor, queries: int, start: int, window: int | None) -> Tensor:
+    """[queries, KEYS], or [B, 1, KEYS] for one query each: which keys from `start` on are not seen."""
     keys = torch.arange(start, start + KEYS)
     if isinstance(lengths, Tensor):
         behind = (lengths - 1)[:, None, None] - keys
     else:
-        if start + KEYS <= lengths - queries + 1 and (window is None or lengths - start <= window):
-            return None
         behind = torch.arange(lengths - queries, lengths)[:, None] - keys
     return behind < 0 if window is None else (behind < 0) | (behind >= window)
 
