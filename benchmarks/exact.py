@@ -54,9 +54,7 @@ def run(args: argparse.Namespace) -> int:
                     "actor_rollout_ref.rollout.ignore_eos": True,
                     "trainer.exact": exact,
                 }
-                result = train(
-                    from_dict(PPOConfig, values | dict(item.split("=", 1) for item in args.set))
-                )
+                result = train(from_dict(PPOConfig, values | dict(item.split("=", 1) for item in args.set)))
                 rows = [json.loads(line) for line in (result.folder / "metrics.jsonl").open()]
                 rows = [row for row in rows if "timing_s/step" in row][args.warm_up :]
                 found[exact].append({part: median(rows, f"timing_s/{part}") for part in PARTS})

@@ -232,6 +232,8 @@ def exact_errors(config: PPOConfig) -> Iterator[str]:
         if wrong:
             yield f"'{key}' is {value}, which trainer.exact=True does not go with; set {key}={works}"
     for method in methods_of(config):
+        if any(name.startswith("teacher_") for name in method.needs):
+            yield f"'{method.key}' is {method.name}, whose passes are not exact; set trainer.exact=False"
         if "from_data" in method.needs:
             yield (
                 f"'{method.key}' is {method.name}, which trains on answers that no policy drew; set trainer.exact=False"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from verl.doctor.runner import Check
 from verl.errors import VerlError
 
-_TOKENS = 100
+_TOKENS = 70
 
 
 def exact(path: str) -> Iterator[Check]:
@@ -33,7 +34,7 @@ def exact(path: str) -> Iterator[Check]:
     except VerlError:
         start = open_run(run).config["actor_rollout_ref"]["model"]["path"]
         chosen = choose_model(GenerationModelConfig(path=start))
-    model = load_causal_lm(chosen.path, dtype=torch.float32, device="cpu")
+    model: Any = load_causal_lm(chosen.path, dtype=torch.float32, device="cpu")
     if chosen.adapter is not None:
         merge_adapter(model, chosen.adapter)
     if not use_verl_attention(model):

@@ -23,8 +23,6 @@ from verl.engines.sharding import CollectiveReplay, EngineRanks, load_shards, re
 from verl.engines.weights import GatheredCopy, copy_to_meta
 from verl.errors import ConfigError, ModelError
 from verl.models.attention import keep_score_cap, register_attention, use_verl_attention
-from verl.models.exact import KEY as EXACT
-from verl.models.exact import recomputed_exactly, use_exact
 from verl.models.fused_linear import HeadOptions
 from verl.models.introspection import (
     checkpoint_contexts,
@@ -88,6 +86,8 @@ def assemble(
     stock_attention = module.config._attn_implementation or "sdpa"
     packed = _use_packed_attention(module, settings, sequence)
     if settings.exact and packed:
+        from verl.models.exact import use_exact
+
         use_exact(module, settings.device, settings.dtype)
     longest, compiled = position_limit(module), settings.trained and settings.role.use_torch_compile
     if settings.trained and settings.model.enable_gradient_checkpointing:
@@ -95,6 +95,8 @@ def assemble(
         if longest is not None:
             checkpointing["context_fn"] = checkpoint_contexts
         if settings.exact:
+            from verl.models.exact import recomputed_exactly
+
             checkpointing["context_fn"] = recomputed_exactly
         module.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpointing)
     module.eval()
@@ -114,7 +116,9 @@ def assemble(
         compile_together("training", partial(_try_pass, module, settings))
     packed = _checked(module, settings, packed, stock_attention, sequence, replay)
     if settings.exact and not packed:
-        raise ModelError(f"{EXACT}=True needs packed sequences, which {type(module).__name__} cannot have")
+        raise ModelError(
+            f"trainer.exact=True needs packed sequences, which {type(module).__name__} cannot have"
+        )
     layers, text_config = decoder_layers(module), module.config.get_text_config()
     layer_weights = sum(count for layer in layers for _, count in token_weights(layer, text_config))
     layer_weights /= len(layers)

@@ -37,6 +37,8 @@ Backend = Literal["auto", "sdpa", "varlen", "flex", "cudnn", "fa4", "exact"]
 RAGGED = ("varlen", "cudnn", "fa4")
 """The kernels for sequences of any lengths."""
 _UNBOUNDED = 1 << 30
+DENSE: dict[str, Callable[[AttentionCall], torch.Tensor]] = {}
+"""Dense attention by others than torch, by what is asked for (`verl.models.exact`)."""
 
 
 class AttentionCall(NamedTuple):
@@ -304,10 +306,8 @@ def choose_backend(
 def dense_attention(call: AttentionCall) -> torch.Tensor:
     """Causal attention of [rows, H, L, D] with as little masking as the case allows. With more keys than queries, the
     last query sees the last key."""
-    if call.asked == "exact":
-        from verl.models.exact import exact_attention
-
-        return exact_attention(call)
+    if call.asked in DENSE:
+        return DENSE[call.asked](call)
     q, k, v, scaling, window, softcap, *_ = call
     length, before = q.shape[2], k.shape[2] - q.shape[2]
     if softcap is not None:

@@ -3,7 +3,7 @@
 A row of a product, a norm or an attention must not depend on the other rows of the call. On a CPU all but three kinds
 of operations have this property already: the library's matrix products choose their kernel by the number of rows,
 attention its blocks by the numbers of queries and keys, and some functions (`_BY_ELEMENT`) compute the last elements of
-a tensor in another way than the others. `exact_arithmetic` replaces these while a model that `use_exact` was called
+a tensor in another way than the others. `ExactArithmetic` replaces these while a model that `use_exact` was called
 for runs:
 
 - a product has 16 rows or more, padded with zeros, in calls of a few fixed sizes. Which sizes agree is tried once for
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from verl.errors import ModelError
-from verl.models.attention import AttentionCall, dense_attention, set_backend
+from verl.models.attention import DENSE, AttentionCall, dense_attention, set_backend
 from verl.models.fused_linear import HeadOptions, RowStatistics
 from verl.models.introspection import checkpoint_contexts
 
@@ -61,20 +61,6 @@ def use_exact(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Non
     model.verl_exact = True  # type: ignore[assignment]
 
 
-def is_exact(model: Any) -> bool:
-    return bool(getattr(model, "verl_exact", False))
-
-
-@contextmanager
-def exact_arithmetic(model: Any) -> Iterator[None]:
-    """Around the forward pass of a model, where it `is_exact`."""
-    if is_exact(model):
-        with _ExactMode():
-            yield
-    else:
-        yield
-
-
 def recomputed_exactly() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """The `context_fn` of torch's gradient checkpointing for an exact model."""
     first, again = checkpoint_contexts()
@@ -83,16 +69,17 @@ def recomputed_exactly() -> tuple[AbstractContextManager[None], AbstractContextM
 
 @contextmanager
 def _exactly(context: AbstractContextManager[None]) -> Iterator[None]:
-    with context, _ExactMode():
+    with context, ExactArithmetic():
         yield
 
 
-def exact_head(options: HeadOptions) -> HeadOptions:
-    return replace(options, columns=COLUMNS)
+def exact_head(options: HeadOptions | None) -> HeadOptions:
+    return replace(options or HeadOptions(), columns=COLUMNS)
 
 
-class _ExactMode(TorchFunctionMode):
-    """Replaces products of rows with a matrix and functions whose last elements differ."""
+class ExactArithmetic(TorchFunctionMode):
+    """Around the forward pass of an exact model: replaces products of rows with a matrix, and functions whose last
+    elements differ."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -231,6 +218,9 @@ def exact_attention(call: AttentionCall) -> Tensor:
     if torch.is_grad_enabled():
         return _Attention.apply(*call[:3], call)  # type: ignore[no-any-return]
     return _attention(call)
+
+
+DENSE["exact"] = exact_attention
 
 
 class _Attention(torch.autograd.Function):

@@ -19,9 +19,8 @@ from torch import nn
 
 from verl.errors import DataError
 from verl.models.attention import AttentionContext, Backend, PackedAttention, send
-from verl.models.exact import exact_arithmetic, exact_head, is_exact
 from verl.models.fused_linear import HeadOptions, fused_head
-from verl.models.introspection import backbone_of, output_head, row_lengths
+from verl.models.introspection import backbone_of, is_exact, output_head, row_lengths
 from verl.models.shared_prefixes import PrefixTree, RowCopies, SharedPrefixAttention, copy_rows, spans
 from verl.models.value_model import ValueModel
 
@@ -278,8 +277,12 @@ def part_of(whole: Pack, sequence: SequenceGroup, device: torch.device) -> Pack:
 def packed_forward(model: Any, pack: Pack, options: HeadOptions | None = None) -> dict[str, torch.Tensor]:
     """Of each target [M], float32, without vocabulary-wide logits: `log_probs` and, where asked, `entropy` and
     `sum_pi_squared`; of a critic `values`."""
-    with exact_arithmetic(model):
-        return head_outputs(model, hidden_of_targets(model, pack), pack, options)
+    if is_exact(model):
+        from verl.models.exact import ExactArithmetic, exact_head
+
+        with ExactArithmetic():
+            return head_outputs(model, hidden_of_targets(model, pack), pack, exact_head(options))
+    return head_outputs(model, hidden_of_targets(model, pack), pack, options)
 
 
 def hidden_of_targets(model: Any, pack: Pack) -> torch.Tensor:
@@ -303,7 +306,6 @@ def head_outputs(
         return {"values": values.sum(dim=-1)}
     head = output_head(model)
     options = replace(options or HeadOptions(), softcap=head.softcap, scale=head.scale)
-    options = exact_head(options) if is_exact(model) else options
     out = fused_head(hidden, head.weight, pack.target, bias=head.bias, options=options)
     named = {"log_probs": out.log_probs, "entropy": out.entropy, "sum_pi_squared": out.sum_pi_squared}
     return {name: value for name, value in named.items() if value is not None}

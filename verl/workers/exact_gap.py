@@ -13,8 +13,6 @@ from verl.errors import TrainingHalted
 if TYPE_CHECKING:
     from verl.engines.base import TrainEngine
 
-EXACT_TOKENS = "exact_tokens"
-"""[B, T]: the tokens drawn with the weights that the pass has."""
 EXACT_FILE = "exact_row.json"
 """In `bad_batches` of the run folder: the row that ended the run."""
 
@@ -25,9 +23,9 @@ class ExactGap:
     def __init__(self) -> None:
         self._found: dict[str, Any] | None = None
 
-    def add(self, log_prob: torch.Tensor, micro: DataProto) -> None:
+    def add(self, log_prob: torch.Tensor, micro: DataProto, mask: torch.Tensor) -> None:
+        """`mask`: the tokens that the weights of now have drawn."""
         tensors = micro.batch
-        mask = tensors[EXACT_TOKENS] & tensors["response_mask"].bool()
         differs = mask & (log_prob != tensors["rollout_log_probs"])
         if self._found is not None or not bool(differs.any()):
             return

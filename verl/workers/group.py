@@ -25,8 +25,8 @@ from verl.observe.live import Snapshot
 from verl.observe.metrics import Metric, Timer, average_metrics
 from verl.rollout.base import GenerationSettings
 from verl.rollout.sampler import Sampler
-from verl.workers.exact_gap import EXACT_TOKENS
 from verl.workers.roles import (
+    EXACT_TOKENS,
     PREPARED,
     ROW_WEIGHT,
     TOKEN_ROW,

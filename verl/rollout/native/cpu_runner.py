@@ -25,7 +25,6 @@ from torch import nn
 
 from verl.errors import RolloutError
 from verl.models.attention import AttentionCall, AttentionContext
-from verl.models.exact import KEYS, block_attention
 from verl.rollout.base import FinishReason
 from verl.rollout.native.block_manager import Copy
 from verl.rollout.native.model import Backbone, FusedDecoder, PlainProducts
@@ -155,6 +154,8 @@ class PagedAttention:
 
     def _exact(self, call: AttentionCall, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """As the trainer computes it, whatever the chunks and segments are."""
+        from verl.models.exact import KEYS, block_attention
+
         q, k, v = call[:3]
         at = self.slots_N // self.cache.page_size, self.slots_N % self.cache.page_size
         keys[at], values[at] = k[0].transpose(0, 1), v[0].transpose(0, 1)

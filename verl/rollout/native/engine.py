@@ -21,8 +21,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from verl.errors import RolloutError
-from verl.models.exact import KEY as EXACT
-from verl.models.exact import is_exact
+from verl.models.introspection import is_exact
 from verl.rollout.base import (
     FinishReason,
     LiveStats,
@@ -351,8 +350,8 @@ class NativeRollout(ModuleEngine):
             return
         if self._uses_device(model):
             raise RolloutError(
-                f"{EXACT}=True has no kernels for devices and none for fp8; set it to False, or generate on the CPU "
-                "with rollout.dtype=auto and rollout.kv_cache_dtype=auto"
+                "trainer.exact=True has no kernels for devices and none for fp8; set it to False, or generate on the "
+                "CPU with rollout.dtype=auto and rollout.kv_cache_dtype=auto"
             )
         from verl.rollout.native.exact_check import self_test
 

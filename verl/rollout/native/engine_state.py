@@ -22,8 +22,7 @@ import torch
 from verl.config.sections.rollout import DEFAULT_SEQUENCES, RolloutConfig
 from verl.errors import ConfigError, RolloutError
 from verl.memory import free_host_bytes
-from verl.models.exact import KEYS, is_exact
-from verl.models.introspection import backbone_of
+from verl.models.introspection import backbone_of, is_exact
 from verl.models.loading import torch_dtype
 from verl.models.packability import FAULTS, attention_calls, attention_fault, first_line
 from verl.rollout.base import Request, RolloutStats
@@ -205,7 +204,9 @@ class CPUState(EngineState):
 
     def __init__(self, work: Workload) -> None:
         exact = is_exact(work.model)
-        unit = KEYS if exact else BLOCK_SIZE
+        unit = BLOCK_SIZE
+        if exact:
+            from verl.models.exact import KEYS as unit
         page_size = -(-longest(work.requests) // unit) * unit
         super().__init__(work, page_size)
         sequences = self._sequences(work.requests)

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from verl.errors import RolloutError
 from verl.models.attention import PackedAttention
-from verl.models.exact import KEY, KEYS, exact_arithmetic, exact_head, log_probs_of
+from verl.models.exact import KEY, KEYS, ExactArithmetic, exact_head, log_probs_of
 from verl.models.fused_linear import HeadOptions, fused_head
 from verl.models.introspection import class_of, decoder_layers, output_head
 from verl.rollout.native.block_manager import Copy
@@ -185,7 +185,7 @@ def _head_difference(backbone: Backbone, hidden: Tensor, ids: Tensor, temperatur
     """Of the output layer, whose inputs agree."""
     head = output_head(backbone.model)
     options = HeadOptions(temperature, head.softcap, head.scale)
-    with exact_arithmetic(backbone.model):
+    with ExactArithmetic():
         trained = fused_head(
             hidden[:-1], head.weight, ids[1:], bias=head.bias, options=exact_head(options)
         ).log_probs

@@ -19,6 +19,7 @@ Shapes: M rows, one token each; N tokens of a prompt pass; D hidden size; V voca
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +29,7 @@ from torch import nn
 
 from verl.errors import ConfigError
 from verl.models.attention import AttentionCall, Backend, asked_backend
-from verl.models.exact import exact_arithmetic, is_exact, log_probs_of, raw_logits
-from verl.models.introspection import backbone_of, class_of, output_head
+from verl.models.introspection import backbone_of, class_of, is_exact, output_head
 from verl.rollout.native.ops import (
     FP8_MAX,
     FP8_TYPE,
@@ -69,7 +69,7 @@ class Backbone:
 
     def hidden(self, input_ids: torch.Tensor, position_ids: torch.Tensor, context: Any) -> torch.Tensor:
         """Ids and positions [N] of the tokens of a step -> hidden states [N, D]."""
-        with exact_arithmetic(self.model):
+        with self._arithmetic():
             out = self.backbone(
                 input_ids=input_ids[None],
                 position_ids=position_ids[None],
@@ -89,6 +89,8 @@ class Backbone:
         """The product alone."""
         head = output_head(self.model)
         if self.exact:
+            from verl.models.exact import raw_logits
+
             return raw_logits(hidden, head.weight, head.bias)
         if hidden.dtype == torch.float32:
             logits = hidden @ head.weight.t()
@@ -107,6 +109,13 @@ class Backbone:
             logits = torch.tanh(logits / head.softcap) * head.softcap
         return logits * head.scale if head.scale != 1.0 else logits
 
+    def _arithmetic(self) -> AbstractContextManager[Any]:
+        if not self.exact:
+            return nullcontext()
+        from verl.models.exact import ExactArithmetic
+
+        return ExactArithmetic()
+
     @property
     def exact(self) -> bool:
         """Whether log-probs have to be those of the trainer bit for bit (`exact_log_probs`)."""
@@ -116,6 +125,8 @@ class Backbone:
         self, raw: torch.Tensor, tokens: torch.Tensor, temperatures: Seq[float]
     ) -> torch.Tensor:
         """[M] from `raw_logits`."""
+        from verl.models.exact import log_probs_of
+
         head = output_head(self.model)
         return log_probs_of(raw, tokens, temperatures, head.softcap, head.scale)
 
