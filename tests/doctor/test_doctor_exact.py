@@ -15,6 +15,7 @@ from verl.doctor.exact import exact
 from verl.errors import ConfigError
 
 
+@pytest.mark.slow
 def test_a_run_is_computed_in_every_way(
     copied_run: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

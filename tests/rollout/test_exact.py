@@ -27,6 +27,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama_tied": ("LlamaConfig", {"tie_word_embeddings": True, "attention_bias": True}),
     "llama_odd": ("LlamaConfig", {"hidden_size": 20, "intermediate_size": 27, "head_dim": 6}),
     "mistral": ("MistralConfig", {"sliding_window": 70}),
+    "llama_vocabulary": ("LlamaConfig", {"vocab_size": 9001}),
     "qwen2": ("Qwen2Config", {}),
     "qwen3": ("Qwen3Config", {"head_dim": 16}),
     "gemma2": ("Gemma2Config", {"head_dim": 16, "sliding_window": 12, "query_pre_attn_scalar": 16}),
@@ -111,6 +112,7 @@ def test_adapters_are_exact_too() -> None:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(st.data())
 def test_no_schedule_of_the_engine_changes_a_bit(data: st.DataObject) -> None:

@@ -22,7 +22,7 @@ from verl.engines.settings import EngineSettings, Kind, read_settings
 from verl.engines.sharding import CollectiveReplay, EngineRanks, load_shards, reshard, shard
 from verl.engines.weights import GatheredCopy, copy_to_meta
 from verl.errors import ConfigError, ModelError
-from verl.models.attention import keep_score_cap, register_attention, use_verl_attention
+from verl.models.attention import register_attention, use_verl_attention
 from verl.models.fused_linear import HeadOptions
 from verl.models.introspection import (
     checkpoint_contexts,
@@ -34,7 +34,7 @@ from verl.models.introspection import (
 from verl.models.kernels import compile_together, triton_fault
 from verl.models.loading import CannotStream, cast_parameters, load_causal_lm, load_value_model
 from verl.models.lora import add_lora, given_lora
-from verl.models.packability import head_fault, packing_fault, padding_fault, randomness_fault
+from verl.models.packability import head_fault, keep_score_cap, packing_fault, padding_fault, randomness_fault
 from verl.models.packing import attach, pack
 from verl.models.value_model import ValueModel, disable_dropout
 from verl.models.weight_source import remember_dtypes

@@ -37,8 +37,7 @@ Backend = Literal["auto", "sdpa", "varlen", "flex", "cudnn", "fa4", "exact"]
 RAGGED = ("varlen", "cudnn", "fa4")
 """The kernels for sequences of any lengths."""
 _UNBOUNDED = 1 << 30
-DENSE: dict[str, Callable[[AttentionCall], torch.Tensor]] = {}
-"""Dense attention by others than torch, by what is asked for (`verl.models.exact`)."""
+DENSE: dict[str, Callable[[AttentionCall], torch.Tensor]] = {}  # by `asked`, where it is not torch's
 
 
 class AttentionCall(NamedTuple):
@@ -176,11 +175,6 @@ def caps_scores(model: Any) -> bool:
     """Whether its attention caps the scores. transformers' SDPA leaves the cap out, and older versions (5.10 to 5.17 at
     least) choose it for Gemma 2 all the same: such a model needs "eager"."""
     return getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
-
-
-def keep_score_cap(model: Any) -> None:
-    if model.config._attn_implementation == "sdpa" and caps_scores(model):
-        model.set_attn_implementation("eager")
 
 
 def send(values: torch.Tensor | np.ndarray, device: torch.device) -> torch.Tensor:
