@@ -44,22 +44,25 @@ def test_every_step_trains_on_the_log_probs_it_drew(watch, keys):
 
 
 @pytest.mark.slow
-def test_with_carry_over_tokens_of_these_weights_are_compared(watch):
-    mode = ["trainer.async_training.mode=carry_over", "trainer.total_training_steps=3"]
-    some = ["actor_rollout_ref.rollout.max_num_seqs=6", "data.max_response_length=12"]
-    for recompute in (False, True):  # whether what was kept of a response is computed again by new weights
-        keys = [*EXACT, *mode, *some, f"actor_rollout_ref.rollout.recompute_kv_cache={recompute}"]
-        seen = watch(*keys, folder=f"run_{recompute}")
-        older = 0
-        for step in range(1, 4):
-            tensors = seen.of("actor", step)[0].mini.batch
-            now, mask = tensors["exact_tokens"], tensors["response_mask"].bool()
-            version = tensors["token_versions"] == tensors["token_versions"][mask].max()
-            older += int((mask & ~now).sum())
-            assert not (now & mask & ~version).any()
-            assert seen.row(step).get(GAP, 0.0) == 0.0
-        assert older > 0, "some tokens were drawn by earlier weights"
-        assert seen.row(3)[GAP] == 0.0
+@pytest.mark.parametrize("recompute", [False, True])
+def test_with_carry_over_the_tokens_of_these_weights_are_compared(watch, recompute):
+    """Those of a response that earlier weights began read what these kept of it, unless it is computed again."""
+    long = ["data.max_response_length=48", "data.train_batch_size=4", "actor_rollout_ref.rollout.n=2"]
+    mode = ["trainer.async_training.mode=carry_over", "trainer.total_training_steps=4"]
+    seen = watch(*EXACT, *mode, *long, f"actor_rollout_ref.rollout.recompute_kv_cache={recompute}")
+    mixed = continued = 0
+    for step in range(1, 5):
+        tensors = seen.of("actor", step)[0].mini.batch
+        now, mask, versions = (tensors[name] for name in ("exact_tokens", "response_mask", "token_versions"))
+        own = now & mask.bool()
+        assert (versions[own] == step - 1).all()
+        for row, drawn, compared in zip(versions, mask.bool(), own, strict=True):
+            different = len(set(row[drawn].tolist())) > 1
+            mixed += different
+            continued += different and bool(compared.any())
+        assert seen.row(step).get(GAP, 0.0) == 0.0
+    assert mixed > 0 and (continued > 0) == recompute
+    assert GAP in seen.row(1)
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, few: int, layer: int) -> None:
