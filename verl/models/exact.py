@@ -133,15 +133,18 @@ class _Linear(torch.autograd.Function):
 
 
 def _rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    counts = row_counts(weight.shape[1], weight.shape[0], bias is not None, torch.get_num_threads())
-    rows = len(x)
-    x = F.pad(x, (0, 0, 0, -rows % ROWS)) if rows % ROWS else x.contiguous()
-    parts, start = [], 0
-    while start < len(x):
-        count = next(count for count in counts if count <= len(x) - start)
-        parts.append(F.linear(x[start : start + count], weight, bias))
+    outer, inner = weight.shape
+    counts = row_counts(inner, outer, bias is not None, torch.get_num_threads())
+    rows, missing = x.shape[0], -x.shape[0] % ROWS
+    x = F.pad(x, (0, 0, 0, missing)) if missing else x.contiguous()
+    if rows + missing in counts:
+        out = F.linear(x, weight, bias)
+        return out[:rows] if missing else out
+    out, start = x.new_empty(rows + missing, outer), 0
+    while start < rows + missing:
+        count = next(count for count in counts if count <= rows + missing - start)
+        out[start : start + count] = F.linear(x[start : start + count], weight, bias)
         start += count
-    out = parts[0] if len(parts) == 1 else torch.cat(parts) if parts else x.new_empty(0, len(weight))
     return out[:rows]
 
 
@@ -251,6 +254,11 @@ def block_attention(call: AttentionCall, lengths: int | Tensor) -> Tensor:
 
     A running maximum is taken out of the scores. A block of which a query sees nothing changes none of its sums, so
     that it makes no difference which other queries want it."""
+    with torch._C.DisableTorchFunction():  # none of it needs replacing
+        return _blocks(call, lengths)
+
+
+def _blocks(call: AttentionCall, lengths: int | Tensor) -> Tensor:
     q, k, v, scaling, window, softcap, *_ = call
     batch, heads, queries, size = q.shape
     kv_heads = k.shape[1]
