@@ -262,7 +262,10 @@ class WorkerGroup(ABC):
         return lambda: joined_outputs([part() for part in kept], rows)
 
     def _drawn_now(self, mini: DataProto) -> torch.Tensor:
-        """[B, T]: the tokens drawn by the weights of now, with keys and values of now."""
+        """[B, T]: the tokens drawn by the weights of now, with keys and values of now; without asynchronous modes all,
+        whatever version they say."""
+        if self.cfg.trainer.async_training.mode == "off":
+            return torch.ones_like(mini.batch["response_mask"], dtype=torch.bool)
         now = mini.batch["token_versions"] == self.policy_version
         if self.cfg.actor_rollout_ref.rollout.recompute_kv_cache:
             return now
