@@ -25,7 +25,8 @@ _EXPORTS = {
     "groups": "constant_groups group_filter_values group_ids group_metrics mask_overlong overlong_penalty "
     "pf_ppo_indices",
     "losses": "compute_value_loss",
-    "rollout_correction": "compute_rollout_correction corrects_rollout rollout_probs_diff_metrics",
+    "rollout_correction": "compute_rollout_correction corrects_rollout rollout_probs_diff_metrics "
+    "takes_rollout_log_probs",
     "validation": "best_at_k majority_at_k pass_at_k validation_metrics worst_at_k",
 }
 _METHODS = (

@@ -102,6 +102,11 @@ def _mean(values: Tensor, mask: Tensor) -> float:
     return float(masked_mean(values, mask))
 
 
+def takes_rollout_log_probs(config: PPOConfig) -> bool:
+    """Whether the engine's log-probs are the old ones, without a pass for these."""
+    return config.algorithm.rollout_correction.bypass_mode or config.trainer.exact
+
+
 def corrects_rollout(config: PPOConfig) -> bool:
     """Before the update. In bypass mode each update weighs its tokens itself (`bypass_weights`)."""
     correction = config.algorithm.rollout_correction

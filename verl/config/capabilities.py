@@ -34,6 +34,8 @@ class EngineSpec:
     """It takes requests and weights while others run; otherwise it generates one batch of requests to its end."""
     sleep_argument: str | None = None
     """Which of its `engine_kwargs` lets it release its memory between steps."""
+    exact: bool = False
+    """Its log-probs can be the trainer's bit for bit (`trainer.exact`)."""
     closer: tuple[str, ...] = ()
     """Entries of its `engine_kwargs` that bring its log-probs closer to the trainer's, each with its case."""
     package: str | None = None
@@ -58,6 +60,8 @@ class StrategySpec:
     fits: Callable[[Any, Mapping[str, Any]], Iterable[str]] | None = None
     """From a role and the config.json of its model to what of the layout does not fit the model; by default the ranks
     of a sequence must divide its attention heads."""
+    exact: bool = False
+    """Its forward passes can have the bits of those that generate (`trainer.exact`)."""
     full_shards: bool = True
     """Every rank holds rows of all weights, which can be gathered into one module (LoRA, reference by switching the
     adapter off, reward training); otherwise a rank holds slices of some layers."""
@@ -68,7 +72,7 @@ class StrategySpec:
 
 
 _engines: dict[str, EngineSpec] = {
-    "native": EngineSpec(fp8_cache=True),
+    "native": EngineSpec(fp8_cache=True, exact=True),
     "hf": EngineSpec(streams=False, fp8=False),
     "vllm": EngineSpec(
         owns_weights=True,
@@ -90,8 +94,8 @@ _engines: dict[str, EngineSpec] = {
 }
 # A module that declares a strategy is imported when the strategy is first asked for.
 _strategies: dict[str, StrategySpec | str] = {
-    "fsdp": StrategySpec(),
-    "fsdp2": StrategySpec(),
+    "fsdp": StrategySpec(exact=True),
+    "fsdp2": StrategySpec(exact=True),
     "megatron": "verl.config.megatron",
 }
 

@@ -28,6 +28,7 @@ from verl.config.recipes import recipe_names
 from verl.config.run_checks import (
     async_errors,
     correction_errors,
+    exact_errors,
     layout_errors,
     over_sampling_errors,
     reference_errors,
@@ -244,6 +245,7 @@ def _training_errors(config: PPOConfig, plan: RunPlan) -> Iterator[str]:
     """What only a run that trains needs."""
     rollout, algorithm = config.actor_rollout_ref.rollout, config.algorithm
     multi_turn, filtering = rollout.multi_turn, algorithm.filter_groups
+    yield from exact_errors(config)
     if not config.own_loop:
         yield from _batch_errors(config, plan)
     comparing = [method for method in methods_of(config) if method.compares_responses]

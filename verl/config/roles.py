@@ -78,7 +78,7 @@ _BUILTIN = (
         trained=True,
         trains_on=(
             "old_log_probs", "rollout_log_probs", "ref_log_prob", "advantages", "rollout_is_weights", *_SEQUENCE,
-            "token_row", "row_weight", "teacher_hidden", "teacher_tokens", "teacher_log_probs",
+            "token_row", "exact_tokens", "row_weight", "teacher_hidden", "teacher_tokens", "teacher_log_probs",
         ),
         section="actor_rollout_ref.actor",
         model="actor_rollout_ref.model",

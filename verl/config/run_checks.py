@@ -277,6 +277,39 @@ def correction_errors(config: PPOConfig) -> Iterator[str]:
         )
 
 
+def exact_errors(config: PPOConfig) -> Iterator[str]:
+    """What trainer.exact does not go with."""
+    if not config.trainer.exact:
+        return
+    policy, correction = config.actor_rollout_ref, config.algorithm.rollout_correction
+    actor, rollout, model = policy.actor, policy.rollout, policy.model
+    spec = strategy_spec(actor.strategy)
+    sizes = {f"actor_rollout_ref.actor.{_ULYSSES}": actor.ulysses_sequence_parallel_size}
+    refused: list[tuple[str, Any, Any, bool]] = [
+        (f"{ROLLOUT}.name", rollout.name, "native", not engine_spec(rollout.name).exact),
+        (f"{ROLLOUT}.n_gpus_per_node", rollout.n_gpus_per_node, 0, bool(rollout_pool(config))),
+        (f"{ROLLOUT}.dtype", rollout.dtype, "auto", rollout.dtype == "fp8"),
+        (f"{ROLLOUT}.kv_cache_dtype", rollout.kv_cache_dtype, "auto", rollout.kv_cache_dtype == "fp8"),
+        (f"{ROLLOUT}.calculate_log_probs", False, True, not rollout.calculate_log_probs),
+        ("actor_rollout_ref.actor.strategy", actor.strategy, "fsdp", not spec.exact),
+        ("actor_rollout_ref.actor.use_torch_compile", True, False, actor.use_torch_compile),
+        ("actor_rollout_ref.model.use_remove_padding", False, True, not model.use_remove_padding),
+        *((key, size, 1, size > 1) for key, size in sizes.items()),
+        (f"{CORRECTION}.rollout_is", correction.rollout_is, None, bool(correction.rollout_is)),
+        (f"{CORRECTION}.rollout_rs", correction.rollout_rs, None, bool(correction.rollout_rs)),
+    ]
+    for key, value, works, wrong in refused:
+        if wrong:
+            yield f"'{key}' is {value}, which trainer.exact=True does not go with; set {key}={works}"
+    for method in methods_of(config):
+        if any(name.startswith("teacher_") for name in method.needs):
+            yield f"'{method.key}' is {method.name}, whose passes are not exact; set trainer.exact=False"
+        if "from_data" in method.needs:
+            yield (
+                f"'{method.key}' is {method.name}, which trains on answers that no policy drew; set trainer.exact=False"
+            )
+
+
 def async_errors(config: PPOConfig) -> Iterator[str]:
     """Why a run that trains cannot generate ahead as configured."""
     own, rollout, chosen = (
@@ -331,7 +364,9 @@ def async_errors(config: PPOConfig) -> Iterator[str]:
             f"those trained, which {CORRECTION}.loss_type=reinforce corrects by {CORRECTION}.rollout_is; set "
             f"{CORRECTION}.rollout_is=token, or {CORRECTION}.loss_type=ppo_clip"
         )
-    elif staleness and not (chosen.bypass_mode or chosen.rollout_is or chosen.rollout_rs):
+    elif staleness and not (
+        chosen.bypass_mode or chosen.rollout_is or chosen.rollout_rs or config.trainer.exact
+    ):
         yield (
             f"'{name}' is {staleness}: responses are drawn by weights up to {counted(staleness, 'step')} older than "
             "those trained, which needs a correction. Choose one: "

@@ -53,6 +53,11 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="RUN|CONFIG.yaml|key=value",
         help="a run folder, a YAML file, and keys as `verl train` and `verl sft` take them",
     )
+    parsed.add_argument(
+        "--exact",
+        action="store_true",
+        help="compare the passes of trainer.exact with the model of the run folder",
+    )
     parsed.add_argument("--json", action="store_true", help="for programs")
     parsed.add_argument("--quick", action="store_true", help="do not import optional packages")
     parsed.add_argument("--timeout", type=float, metavar="S", help="seconds for each check")
@@ -64,12 +69,17 @@ def run(args: argparse.Namespace) -> int:
     if args.timeout is not None and args.timeout <= 0:
         raise ConfigError(f"--timeout is {args.timeout:g}; it must be above 0")
     folder, arguments = parse_target(args.what)
+    if args.exact and folder is None:
+        raise ConfigError("--exact needs a run folder: verl doctor --exact RUN")
     default = [word.partition("=")[2] for word in arguments if word.startswith("trainer.default_local_dir=")]
     # The core packages we need here.
     if all(importlib.util.find_spec(name) is not None for name in ("packaging", "psutil")):
         groups = machine_probes(str(folder or (default or [DEFAULT_FOLDER])[-1]), quick=args.quick)
         if folder is not None:
             groups.insert(0, [_probe("run", "config:run_folder", RUN, path=str(folder))])
+        if args.exact:
+            probe = _probe("exact", "exact:exact", RUN, path=str(folder))
+            groups.insert(1, [replace(probe, limit_s=600.0, on_failure="fatal")])
         if arguments:
             groups.insert(0, config_probes(arguments))
         answers = as_config_needs(run_groups(groups, args.timeout))

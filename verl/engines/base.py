@@ -164,6 +164,11 @@ class TrainEngine(ABC):
     def weights(self) -> WeightSource:
         """The current weights, for rollout engines and exports."""
 
+    @property
+    def bad_batch_dir(self) -> Path | None:
+        """Where data that ended the run is saved."""
+        return None
+
     @abstractmethod
     def barrier(self) -> None:
         """Wait for all ranks of this engine."""

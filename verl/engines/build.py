@@ -22,7 +22,7 @@ from verl.engines.settings import EngineSettings, Kind, read_settings
 from verl.engines.sharding import CollectiveReplay, EngineRanks, load_shards, reshard, shard
 from verl.engines.weights import GatheredCopy, copy_to_meta
 from verl.errors import ConfigError, ModelError
-from verl.models.attention import keep_score_cap, register_attention, use_verl_attention
+from verl.models.attention import register_attention, use_verl_attention
 from verl.models.fused_linear import HeadOptions
 from verl.models.introspection import (
     checkpoint_contexts,
@@ -34,7 +34,7 @@ from verl.models.introspection import (
 from verl.models.kernels import compile_together, triton_fault
 from verl.models.loading import CannotStream, cast_parameters, load_causal_lm, load_value_model
 from verl.models.lora import add_lora, given_lora
-from verl.models.packability import head_fault, packing_fault, padding_fault, randomness_fault
+from verl.models.packability import head_fault, keep_score_cap, packing_fault, padding_fault, randomness_fault
 from verl.models.packing import attach, pack
 from verl.models.value_model import ValueModel, disable_dropout
 from verl.models.weight_source import remember_dtypes
@@ -85,11 +85,19 @@ def assemble(
     keep_score_cap(module)
     stock_attention = module.config._attn_implementation or "sdpa"
     packed = _use_packed_attention(module, settings, sequence)
+    if settings.exact and packed:
+        from verl.models.exact import use_exact
+
+        use_exact(module, settings.device, settings.dtype)
     longest, compiled = position_limit(module), settings.trained and settings.role.use_torch_compile
     if settings.trained and settings.model.enable_gradient_checkpointing:
         checkpointing: dict[str, Any] = {"use_reentrant": False}
         if longest is not None:
             checkpointing["context_fn"] = checkpoint_contexts
+        if settings.exact:
+            from verl.models.exact import recomputed_exactly
+
+            checkpointing["context_fn"] = recomputed_exactly
         module.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpointing)
     module.eval()
     if not compiled and ranks.device.type == "cuda":
@@ -107,6 +115,10 @@ def assemble(
     if mesh is None and packed and ranks.device.type == "cuda":
         compile_together("training", partial(_try_pass, module, settings))
     packed = _checked(module, settings, packed, stock_attention, sequence, replay)
+    if settings.exact and not packed:
+        raise ModelError(
+            f"trainer.exact=True needs packed sequences, which {type(module).__name__} cannot have"
+        )
     layers, text_config = decoder_layers(module), module.config.get_text_config()
     layer_weights = sum(count for layer in layers for _, count in token_weights(layer, text_config))
     layer_weights /= len(layers)

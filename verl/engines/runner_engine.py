@@ -168,6 +168,10 @@ class RunnerEngine(TrainEngine):
 
     # -- state ----------------------------------------------------------------------------------------------------
 
+    @property
+    def bad_batch_dir(self) -> Path | None:
+        return self._settings.bad_batch_dir
+
     def barrier(self) -> None:
         self._ranks.barrier()
 

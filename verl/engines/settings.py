@@ -37,6 +37,8 @@ class EngineSettings:
     max_skipped_steps: int = 3
     bad_batch_dir: Path | None = None
     seed: int = 0
+    exact: bool = False
+    """Forward passes have the bits of those that generate (`verl.models.exact`)."""
     rollout_memory: float = 0.0
     """The share of the device that an engine may fill while it generates on it."""
 

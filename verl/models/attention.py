@@ -33,10 +33,11 @@ _FEWEST_FLEX = 128
 _LARGEST_FLASH_HEAD = 256
 _FEWEST_QUERIES = 512
 """Queries of a sliding window that are served at once."""
-Backend = Literal["auto", "sdpa", "varlen", "flex", "cudnn", "fa4"]
+Backend = Literal["auto", "sdpa", "varlen", "flex", "cudnn", "fa4", "exact"]
 RAGGED = ("varlen", "cudnn", "fa4")
 """The kernels for sequences of any lengths."""
 _UNBOUNDED = 1 << 30
+DENSE: dict[str, Callable[[AttentionCall], torch.Tensor]] = {}  # by `asked`, where it is not torch's
 
 
 class AttentionCall(NamedTuple):
@@ -50,7 +51,7 @@ class AttentionCall(NamedTuple):
     window: int | None = None
     softcap: float | None = None
     layer: int = 0
-    asked: Backend = "auto"  # the key `model.attention_backend`
+    asked: Backend = "auto"  # the key `model.attention_backend`, or "exact" (`verl.models.exact`)
 
     def on(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> AttentionCall:
         """The same attention of other tensors."""
@@ -176,11 +177,6 @@ def caps_scores(model: Any) -> bool:
     return getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
 
 
-def keep_score_cap(model: Any) -> None:
-    if model.config._attn_implementation == "sdpa" and caps_scores(model):
-        model.set_attn_implementation("eager")
-
-
 def send(values: torch.Tensor | np.ndarray, device: torch.device) -> torch.Tensor:
     """To the device without waiting for it."""
     x = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
@@ -304,6 +300,8 @@ def choose_backend(
 def dense_attention(call: AttentionCall) -> torch.Tensor:
     """Causal attention of [rows, H, L, D] with as little masking as the case allows. With more keys than queries, the
     last query sees the last key."""
+    if call.asked in DENSE:
+        return DENSE[call.asked](call)
     q, k, v, scaling, window, softcap, *_ = call
     length, before = q.shape[2], k.shape[2] - q.shape[2]
     if softcap is not None:

@@ -134,7 +134,7 @@ class VocabularyShard:
     """The process group of the split; None: one rank has all."""
 
 
-class _Statistics:
+class RowStatistics:
     """Running maximum and sums of every row, folded in slice by slice (the maximum so far is taken out)."""
 
     def __init__(self, count: int, like: torch.Tensor, options: HeadOptions) -> None:
@@ -167,6 +167,10 @@ class _Statistics:
             self.weighted = self.weighted * shrink + torch.einsum("mc,mc->m", e, x)
         if self.squares is not None:
             self.squares = self.squares * shrink.square() + torch.einsum("mc,mc->m", e, e)
+
+    @property
+    def lse(self) -> torch.Tensor:
+        return self.total.log() + self.top
 
     def combine(self, group: Any) -> None:
         """With those of the other parts of the vocabulary: one maximum and one sum over the ranks of `group`."""
@@ -249,7 +253,7 @@ class _FusedHead(torch.autograd.Function):
         shard: VocabularyShard,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         columns = options.columns or slice_columns(hidden.shape[0], hidden.device)
-        rows = _Statistics(hidden.shape[0], hidden, options)
+        rows = RowStatistics(hidden.shape[0], hidden, options)
         kept: list[torch.Tensor] = []
         left = _kept_bytes(hidden.device) if options.keeps_logits and any(ctx.needs_input_grad) else 0
         for first in range(0, shard.rows, columns):
@@ -263,7 +267,7 @@ class _FusedHead(torch.autograd.Function):
             del x
         if shard.group is not None:
             rows.combine(shard.group)
-        lse = rows.total.log() + rows.top
+        lse = rows.lse
         mean_logit = None if rows.weighted is None else rows.weighted / rows.total
         squares = None if rows.squares is None else rows.squares / rows.total.square()
         ctx.options, ctx.columns, ctx.first = options, columns, shard.first

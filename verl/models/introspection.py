@@ -80,6 +80,11 @@ def kept_in_float32(model: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
     return re.compile("|".join(part.replace("*", ".*") for part in parts)) if parts else None
 
 
+def is_exact(model: Any) -> bool:
+    """Whether `verl.models.exact.use_exact` was called for it: its passes give the same bits."""
+    return bool(getattr(model, "verl_exact", False))
+
+
 def decoder_layers(model: Any) -> list[nn.Module]:
     """The repeated blocks: the classes the model declares unsplittable, else the longest list of modules."""
     backbone = model.backbone if isinstance(model, ValueModel) else model

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from verl.errors import VerlError
-from verl.models.attention import AttentionObserver, observe_attention
+from verl.models.attention import AttentionObserver, caps_scores, observe_attention
 from verl.models.float32 import float32_arithmetic, is_half
 from verl.models.introspection import backbone_of
 from verl.models.packing import hidden_of_targets, pack, packed_forward, pad
@@ -37,6 +37,12 @@ FAULTS = (
     VerlError,
 )
 """What models raise that do not take our inputs, and kernels that do not take float32."""
+
+
+def keep_score_cap(model: Any) -> None:
+    """Let transformers' own attention cap scores as the model does."""
+    if model.config._attn_implementation == "sdpa" and caps_scores(model):
+        model.set_attn_implementation("eager")
 
 
 def first_line(error: BaseException) -> str:

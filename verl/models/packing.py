@@ -20,7 +20,7 @@ from torch import nn
 from verl.errors import DataError
 from verl.models.attention import AttentionContext, Backend, PackedAttention, send
 from verl.models.fused_linear import HeadOptions, fused_head
-from verl.models.introspection import backbone_of, output_head, row_lengths
+from verl.models.introspection import backbone_of, is_exact, output_head, row_lengths
 from verl.models.shared_prefixes import PrefixTree, RowCopies, SharedPrefixAttention, copy_rows, spans
 from verl.models.value_model import ValueModel
 
@@ -277,6 +277,11 @@ def part_of(whole: Pack, sequence: SequenceGroup, device: torch.device) -> Pack:
 def packed_forward(model: Any, pack: Pack, options: HeadOptions | None = None) -> dict[str, torch.Tensor]:
     """Of each target [M], float32, without vocabulary-wide logits: `log_probs` and, where asked, `entropy` and
     `sum_pi_squared`; of a critic `values`."""
+    if is_exact(model):
+        from verl.models.exact import ExactArithmetic, exact_head
+
+        with ExactArithmetic():
+            return head_outputs(model, hidden_of_targets(model, pack), pack, exact_head(options))
     return head_outputs(model, hidden_of_targets(model, pack), pack, options)
 
 

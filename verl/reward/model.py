@@ -20,9 +20,9 @@ from verl.algorithms.balance import sequence_work
 from verl.config.sections.reward import RewardModelConfig
 from verl.data.chat import ChatFormat
 from verl.errors import ModelError, TrainingHalted
-from verl.models.attention import keep_score_cap
 from verl.models.introspection import per_row, row_lengths
 from verl.models.loading import torch_dtype
+from verl.models.packability import keep_score_cap
 from verl.reward.base import Call, LocalBackend, RewardResult, RewardSample, answer
 from verl.reward.functions import Signature
 

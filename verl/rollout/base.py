@@ -48,6 +48,11 @@ class SamplingParams:
     Filters are left out on both sides, since what they keep depends on the policy and an update would have to
     differentiate through it; with filters on, both numbers therefore belong to the unfiltered policy."""
 
+    @property
+    def log_prob_temperature(self) -> float:
+        """Of the distribution that log-probs belong to."""
+        return 1.0 if self.raw_log_probs else self.temperature or 1.0
+
 
 @dataclass(frozen=True)
 class GenerationSettings:

@@ -13,7 +13,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from verl.algorithms import corrects_rollout, get_kl_controller, rollout_probs_diff_metrics
+from verl.algorithms import (
+    corrects_rollout,
+    get_kl_controller,
+    rollout_probs_diff_metrics,
+    takes_rollout_log_probs,
+)
 from verl.config.methods import needed_columns
 from verl.config.roles import ACTOR, refreshed, update_time
 from verl.data.assemble import add_answers, sampled_rows, split_turns
@@ -255,7 +260,7 @@ class RLLoop:
         rollout = cfg.actor_rollout_ref.rollout
         batch.meta_info["temperature"] = 1.0 if rollout.raw_log_probs else rollout.temperature
         columns = self.workers.columns & _REWARD_COLUMNS
-        if cfg.algorithm.rollout_correction.bypass_mode:
+        if takes_rollout_log_probs(cfg):
             tensors["old_log_probs"] = tensors["rollout_log_probs"]
         else:
             rows = old_log_probs_pass(cfg, sessions_of(batch).count)
@@ -281,7 +286,7 @@ class RLLoop:
         advantage.add_data_columns(batch, needed_columns(self.cfg))
         metrics |= advantage.estimate(batch, algorithm)
         mask = batch.batch["response_mask"]
-        if "old_log_probs" in batch.batch and not algorithm.rollout_correction.bypass_mode:
+        if "old_log_probs" in batch.batch and not takes_rollout_log_probs(self.cfg):
             drawn = sampled_rows(batch).batch
             metrics |= rollout_probs_diff_metrics(
                 drawn["old_log_probs"], drawn["rollout_log_probs"], drawn["response_mask"]

@@ -27,6 +27,7 @@ from verl.observe.metrics import Metric, Timer, average_metrics
 from verl.rollout.base import GenerationSettings
 from verl.rollout.sampler import Sampler
 from verl.workers.roles import (
+    EXACT_TOKENS,
     PREPARED,
     ROW_WEIGHT,
     TOKEN_ROW,
@@ -235,6 +236,8 @@ class WorkerGroup(ABC):
                 mini.batch.pop(TOKEN_ROW, None)
             if role == ACTOR and self.cfg.algorithm.rollout_correction.normalises_updates:
                 mini.meta_info[WEIGHT_MEAN] = self._mean_weight(mini)
+            if role == ACTOR and self.cfg.trainer.exact and not steps:
+                mini.batch[EXACT_TOKENS] = self._drawn_now(mini)
             if prepare is not None:
                 self.prepare(mini, prepare, number, unchanged=not steps)
             elif together > 1 and "session" not in mini.non_tensor_batch:  # the loss itself compares them
@@ -268,6 +271,16 @@ class WorkerGroup(ABC):
         left out."""
         kept, rows = [*self._kept, *self.kept_tokens()], len(batch)
         return lambda: joined_outputs([part() for part in kept], rows)
+
+    def _drawn_now(self, mini: DataProto) -> torch.Tensor:
+        """[B, T]: the tokens drawn by the weights of now, with keys and values of now; without asynchronous modes all,
+        whatever version they say."""
+        if self.cfg.trainer.async_training.mode == "off":
+            return torch.ones_like(mini.batch["response_mask"], dtype=torch.bool)
+        now = mini.batch["token_versions"] == self.policy_version
+        if self.cfg.actor_rollout_ref.rollout.recompute_kv_cache:
+            return now
+        return now & (now | ~mini.batch["response_mask"].bool()).all(-1, keepdim=True)
 
     def _take_old_log_probs(self, batch: DataProto, rows: torch.Tensor) -> None:
         """Those of the first mini-batch, which later passes over its rows compare with."""

@@ -106,6 +106,7 @@ class LocalGroup(WorkerGroup):
             steps = self._steps
             if role.name == ACTOR:
                 options |= {"optimizer": self._optimizer, "log_prob_cfg": cfg.actor_rollout_ref.rollout}
+                options |= {"exact": True} if cfg.trainer.exact else {}
                 steps = None if steps is None else max(steps - cfg.trainer.critic_warmup, 1)
             elif kind == "actor":  # their files have the names of the actor's
                 options["log_prob_cfg"] = section

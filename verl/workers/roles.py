@@ -25,9 +25,12 @@ if TYPE_CHECKING:
     from verl.config.schema import ActorConfig, PPOConfig, RolloutConfig, RolloutCorrectionConfig
     from verl.engines.base import ModelOutput, TrainEngine
     from verl.models.distillation import Teacher
+    from verl.workers.exact_gap import ExactGap
 
 OnFinish = Callable[[int, Any], None]
 """Called with the row in the batch and its response (or conversation), as each finishes."""
+EXACT_TOKENS = "exact_tokens"
+"""[B, T]: the tokens drawn with the weights that the pass has (`trainer.exact`)."""
 TOKEN_ROW = "token_row"
 """Tensor [B] of a mini-batch whose outputs are kept: the number of each row in the batch of the update."""
 ROW_WEIGHT = "row_weight"
@@ -204,6 +207,7 @@ class ActorRole(RoleWorker):
         super().__init__(engine, cfg, loss_scale_factor=cfg.loss_scale_factor or loss_scale_factor)
         self.policy_loss = policy_loss(cfg.policy_loss.loss_mode)
         self._gap = RolloutGap()
+        self._exact: ExactGap | None = None
         self.tokens = TokenOutputs()
         self.teacher: Teacher | None = None
         """Set where the policy is distilled."""
@@ -225,11 +229,17 @@ class ActorRole(RoleWorker):
         return {name: out[name] for name in columns}
 
     def forward_backward(self, mini: DataProto) -> dict[str, Metric]:
-        self._gap = RolloutGap()
+        self._gap, self._exact = RolloutGap(), None
+        if EXACT_TOKENS in mini.batch:
+            from verl.workers.exact_gap import ExactGap
+
+            self._exact = ExactGap()
         options = {} if self.teacher is None else {"teacher": self.teacher}
         metrics = self.engine.forward_backward(
             mini, self.loss, temperature=mini.meta_info["temperature"], with_entropy=True, **options
         )
+        if self._exact is not None:
+            self._exact.check(self.engine)
         return {**metrics, **self._gap.metrics()}
 
     @staticmethod
@@ -259,6 +269,10 @@ class ActorRole(RoleWorker):
         weight = tensors.get(ROW_WEIGHT)
         if "old_log_probs" not in tensors and "rollout_log_probs" in tensors:
             self._gap.add(old_log_prob, tensors["rollout_log_probs"], mask, weight)
+        if self._exact is not None:
+            compared = mask.bool() & tensors[EXACT_TOKENS]
+            self._gap.add(log_prob.detach(), tensors["rollout_log_probs"], compared, weight)
+            self._exact.add(log_prob.detach(), micro, compared)
         prepared = {k.removeprefix(PREPARED): v for k, v in tensors.items() if k.startswith(PREPARED)}
         counted = token_weights(mask, weight)
         is_weights, weighed = tensors.get("rollout_is_weights"), dict[str, Metric]()

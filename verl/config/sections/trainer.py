@@ -200,6 +200,9 @@ class TrainerConfig(BaseTrainerConfig):
         "write log-prob, entropy, ratio, mask and age of every token of the training responses for the viewer",
     )
     log_val_generations: int = key(0, "validation samples for the loggers", ge=0, used_if="data.val_files")
+    exact: bool = key(
+        False, "sampled and trained log-probs are equal bit for bit, which every step checks: see exact.md"
+    )
     async_training: AsyncTrainingConfig = section(AsyncTrainingConfig, "generating ahead of training")
 
 

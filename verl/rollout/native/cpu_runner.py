@@ -42,9 +42,11 @@ _FEWEST_COLUMNS, _MOST_COLUMNS = 4, 64
 class PageCache:
     """Keys and values on the CPU: for each layer [pages, page_size, kv_heads, head_dim]."""
 
-    def __init__(self, pages: int, page_size: int) -> None:
+    def __init__(self, pages: int, page_size: int, heads_first: bool = False) -> None:
+        """`heads_first`: in memory the tokens of a head are side by side."""
         self.pages = pages
         self.page_size = page_size
+        self._heads_first = heads_first
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def layer(self, index: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -62,7 +64,10 @@ class PageCache:
         return pair
 
     def _zeros(self, like: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(self.pages, self.page_size, like.shape[1], like.shape[3], dtype=like.dtype)
+        pages, heads, size = self.pages, like.shape[1], like.shape[3]
+        if self._heads_first:
+            return torch.zeros(pages, heads, self.page_size, size, dtype=like.dtype).transpose(1, 2)
+        return torch.zeros(pages, self.page_size, heads, size, dtype=like.dtype)
 
     def copy(self, copies: Seq[Copy]) -> None:
         for pair in self._layers.values():
@@ -125,6 +130,8 @@ class PagedAttention:
     def attend(self, call: AttentionCall) -> torch.Tensor:
         q, k, v = call[:3]
         keys, values = self.cache.layer(call.layer, k, v)
+        if call.asked == "exact":
+            return self._exact(call, keys, values)
         keys.view(-1, *keys.shape[2:]).index_copy_(0, self.slots_N, k[0].transpose(0, 1))
         values.view(-1, *values.shape[2:]).index_copy_(0, self.slots_N, v[0].transpose(0, 1))
         heads, kv_heads = q.shape[1], k.shape[1]
@@ -144,6 +151,30 @@ class PagedAttention:
             out = dot_product_attention(call.on(q_RKGD, k_RKLD, v_RKLD), mask)
             out_NHD[rows] = out.flatten(1, 2)
         return out_NHD[None]
+
+    def _exact(self, call: AttentionCall, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """As the trainer computes it, whatever the chunks and segments are."""
+        from verl.models.exact import KEYS, block_attention
+
+        q, k, v = call[:3]
+        at = self.slots_N // self.cache.page_size, self.slots_N % self.cache.page_size
+        keys[at], values[at] = k[0].transpose(0, 1), v[0].transpose(0, 1)
+        parts: list[torch.Tensor] = []
+
+        def read(pages: slice, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
+            width = -(-longest // KEYS) * KEYS
+            return keys[pages, :width].transpose(1, 2), values[pages, :width].transpose(1, 2)
+
+        for chunk in self.chunks:
+            span, end = slice(chunk.first, chunk.first + chunk.count), chunk.start + chunk.count
+            k_1KLD, v_1KLD = read(slice(chunk.page, chunk.page + 1), end)
+            out_1HND = block_attention(call.on(q[:, :, span], k_1KLD, v_1KLD), end)
+            parts.append(out_1HND[0].transpose(0, 1))
+        for segment in self.segments:
+            q_RH1D = q[0, :, segment.first : segment.first + segment.rows].transpose(0, 1)[:, :, None]
+            k_RKLD, v_RKLD = read(slice(segment.page, segment.page + segment.rows), segment.longest)
+            parts.append(block_attention(call.on(q_RH1D, k_RKLD, v_RKLD), segment.lengths_R)[:, :, 0])
+        return torch.cat(parts)[None]
 
     def _decode_mask(self, segment: Segment, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
         """[R, 1, 1, L], or None where every row sees the whole width. The same for all layers of a step."""
@@ -259,7 +290,9 @@ class CPURunner:
     def rebind(self, model: Any) -> None:
         """Continue with another module of the same architecture."""
         self.backbone = Backbone(model)
-        self.columns = ColumnDecoder.match(model, self.cache.page_size)
+        self.columns = None
+        if not self.backbone.exact:
+            self.columns = ColumnDecoder.match(model, self.cache.page_size)
 
     def schedule(self, scheduler: Scheduler) -> Step:
         """What to compute now; running rows are adjacent in memory."""
@@ -329,7 +362,11 @@ class CPURunner:
             samplers += start.samplers
         self._drawn = ([], [], [])
         if samplers:
-            tokens_B, log_probs_B = self._draw(self.backbone.logits(torch.cat(ends_BD)), samplers)
+            raw_BV = self.backbone.raw_logits(torch.cat(ends_BD))
+            tokens_B, log_probs_B = self._draw(self.backbone.bent(raw_BV), samplers)
+            if self.backbone.exact:
+                temperatures = [s.request.sampling.log_prob_temperature for s in samplers]
+                log_probs_B = self.backbone.exact_log_probs(raw_BV, tokens_B, temperatures)
             self._drawn = (samplers, tokens_B.tolist(), log_probs_B.tolist())
         check_finite(self._drawn[2])
         scheduler.complete(step)

@@ -20,6 +20,8 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Literal
 
+from verl.errors import RolloutError
+from verl.models.introspection import is_exact
 from verl.rollout.base import (
     FinishReason,
     LiveStats,
@@ -334,6 +336,7 @@ class NativeRollout(ModuleEngine):
             if self._verify:
                 on_device = self._uses_device(model)
                 verify(model, "native", lambda requests: _small_run(model, requests, on_device))
+                self._verify_exact(model)
             if self.limits.kv_cache_dtype == "fp8":
                 from verl.rollout.native.model import FP8_TYPE, require_fp8_device
 
@@ -341,6 +344,18 @@ class NativeRollout(ModuleEngine):
                 layout = layout.stored_as(FP8_TYPE)
             self._known = (weakref.ref(model), layout)
         return self._known[1]
+
+    def _verify_exact(self, model: Any) -> None:
+        if not is_exact(model):
+            return
+        if self._uses_device(model):
+            raise RolloutError(
+                "trainer.exact=True has no kernels for devices and none for fp8; set it to False, or generate on the "
+                "CPU with rollout.dtype=auto and rollout.kv_cache_dtype=auto"
+            )
+        from verl.rollout.native.exact_check import self_test
+
+        self_test(model)
 
     def _weight_state(self) -> tuple[Any, ...]:
         """Differs when a weight was replaced or changed in place (torch counts that), with or without

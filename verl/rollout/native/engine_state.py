@@ -22,7 +22,7 @@ import torch
 from verl.config.sections.rollout import DEFAULT_SEQUENCES, RolloutConfig
 from verl.errors import ConfigError, RolloutError
 from verl.memory import free_host_bytes
-from verl.models.introspection import backbone_of
+from verl.models.introspection import backbone_of, is_exact
 from verl.models.loading import torch_dtype
 from verl.models.packability import FAULTS, attention_calls, attention_fault, first_line
 from verl.rollout.base import Request, RolloutStats
@@ -203,16 +203,21 @@ class CPUState(EngineState):
     """Pages and runner on the CPU."""
 
     def __init__(self, work: Workload) -> None:
-        page_size = -(-longest(work.requests) // BLOCK_SIZE) * BLOCK_SIZE
+        exact = is_exact(work.model)
+        unit = BLOCK_SIZE
+        if exact:
+            from verl.models.exact import KEYS as unit
+        page_size = -(-longest(work.requests) // unit) * unit
         super().__init__(work, page_size)
         sequences = self._sequences(work.requests)
         if work.stream:
             most = min(self.limits.max_model_len or STREAM_GROWTH * page_size, self.tokens // sequences)
-            page_size = max(page_size, -(-most // BLOCK_SIZE) * BLOCK_SIZE)
+            page_size = max(page_size, -(-most // unit) * unit)
             sequences = self._most + 1
         self.page_size, self.most_pages = page_size, self.tokens // page_size
         self.pages = min(sequences, self.most_pages)
-        self.runner: CPURunner = CPURunner(work.model, PageCache(self.pages, page_size), work.stopper)
+        cache = PageCache(self.pages, page_size, heads_first=exact)
+        self.runner: CPURunner = CPURunner(work.model, cache, work.stopper)
 
     def _sequences(self, requests: list[Request]) -> int:
         return min(sum(r.n for r in requests), self._most) + 1

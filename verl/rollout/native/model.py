@@ -19,6 +19,7 @@ Shapes: M rows, one token each; N tokens of a prompt pass; D hidden size; V voca
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ from torch import nn
 
 from verl.errors import ConfigError
 from verl.models.attention import AttentionCall, Backend, asked_backend
-from verl.models.introspection import backbone_of, class_of, output_head
+from verl.models.introspection import backbone_of, class_of, is_exact, output_head
 from verl.rollout.native.ops import (
     FP8_MAX,
     FP8_TYPE,
@@ -68,20 +69,29 @@ class Backbone:
 
     def hidden(self, input_ids: torch.Tensor, position_ids: torch.Tensor, context: Any) -> torch.Tensor:
         """Ids and positions [N] of the tokens of a step -> hidden states [N, D]."""
-        out = self.backbone(
-            input_ids=input_ids[None],
-            position_ids=position_ids[None],
-            # A four-dimensional mask is used as it is; otherwise transformers would look for packed sequences in the
-            # positions, which waits for the device. Our attention never reads it.
-            attention_mask=position_ids.new_zeros((1, 1, 1, 1)),
-            use_cache=False,
-            verl_attn=context,
-        )
+        with self._arithmetic():
+            out = self.backbone(
+                input_ids=input_ids[None],
+                position_ids=position_ids[None],
+                # A four-dimensional mask is used as it is; otherwise transformers would look for packed sequences in
+                # the positions, which waits for the device. Our attention never reads it.
+                attention_mask=position_ids.new_zeros((1, 1, 1, 1)),
+                use_cache=False,
+                verl_attn=context,
+            )
         return out.last_hidden_state[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[M, D] -> [M, V] in float32."""
+        return self.bent(self.raw_logits(hidden))
+
+    def raw_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The product alone."""
         head = output_head(self.model)
+        if self.exact:
+            from verl.models.exact import raw_logits
+
+            return raw_logits(hidden, head.weight, head.bias)
         if hidden.dtype == torch.float32:
             logits = hidden @ head.weight.t()
         elif hidden.is_cuda:
@@ -90,9 +100,35 @@ class Backbone:
             logits = (hidden @ head.weight.t()).float()
         if head.bias is not None:
             logits += head.bias
+        return logits
+
+    def bent(self, logits: torch.Tensor) -> torch.Tensor:
+        """With what the architecture does to them."""
+        head = output_head(self.model)
         if head.softcap is not None:
             logits = torch.tanh(logits / head.softcap) * head.softcap
         return logits * head.scale if head.scale != 1.0 else logits
+
+    def _arithmetic(self) -> AbstractContextManager[Any]:
+        if not self.exact:
+            return nullcontext()
+        from verl.models.exact import ExactArithmetic
+
+        return ExactArithmetic()
+
+    @property
+    def exact(self) -> bool:
+        """Whether log-probs have to be those of the trainer bit for bit (`exact_log_probs`)."""
+        return is_exact(self.model)
+
+    def exact_log_probs(
+        self, raw: torch.Tensor, tokens: torch.Tensor, temperatures: Seq[float]
+    ) -> torch.Tensor:
+        """[M] from `raw_logits`."""
+        from verl.models.exact import log_probs_of
+
+        head = output_head(self.model)
+        return log_probs_of(raw, tokens, temperatures, head.softcap, head.scale)
 
 
 @dataclass
