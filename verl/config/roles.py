@@ -97,7 +97,7 @@ _BUILTIN = (
     ),
     Role(
         "teacher",
-        "verl.workers.roles:TeacherRole",
+        "verl.workers.teacher:TeacherRole",
         columns=("teacher_hidden", "teacher_tokens", "teacher_log_probs"),
         inputs=("teacher_input_ids", "teacher_attention_mask"),
         section="actor_rollout_ref.teacher",
