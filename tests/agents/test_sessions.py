@@ -17,8 +17,9 @@ from tests.agents.conversations import TOOLS, Talk, settings_of
 from tests.agents.talking import plan_format
 from verl.agents.conversation import Conversation
 from verl.agents.sessions import AskedTurns
+from verl.data.assemble import assemble_rollouts
 from verl.errors import ConfigError, RolloutError
-from verl.rollout.base import Response
+from verl.rollout.base import GenerationSettings, Response, SamplingParams
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
@@ -242,3 +243,32 @@ def test_calls_that_cannot_be_read_are_refused_where_tools_are_offered(tmp_path:
     with closing(talk.runner):
         (found,) = talk.run([0], n=1, max_tokens=30)
     assert found.error is None and found.environment_reward == 1.0
+
+
+def test_agents_that_a_step_does_not_wait_for_are_ended(tmp_path: Path) -> None:
+    """`rollout.over_sample_rate`: one sleeps, one is in the middle of its conversation."""
+    path = tmp_path / "agent.py"
+    path.write_text(
+        CLIENT
+        + """
+def agent(row, base_url, api_key):
+    client, messages = Client(base_url, api_key), [{"role": "user", "content": "Go."}]
+    if row["start"] == 3:
+        time.sleep(100)
+    messages.append(client.say(messages))
+    if row["start"] == 2:
+        time.sleep(100)
+    return 1.0
+"""
+    )
+    talk = Talk("qwen2_5", settings_of(agent=f"{path}:agent", agent_timeout_s=200.0))
+    with closing(talk.runner):
+        asked = GenerationSettings(SamplingParams(max_tokens=60), n=1, over_sample_rate=0.5)
+        began = time.monotonic()
+        found = talk.sampler().collect(talk.prompts(range(4)), asked)
+        assert time.monotonic() - began < 90
+        assert not talk.runner.door._door.sessions
+    assert [each.finish_reason == "abort" for each in found] == [False, False, True, True]
+    assert [each.scored for each in found] == [True, True, False, False]
+    batch = assemble_rollouts(talk.prompts(range(4)), found, 0)
+    assert batch.batch["response_mask"].any(-1).tolist() == [True, True, False, False]
