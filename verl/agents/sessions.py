@@ -38,12 +38,23 @@ _NOTICE_S = 0.05
 _KEY = "rollout.multi_turn"
 
 
+class SessionAgent(Protocol):
+    """Who has the conversation of a session."""
+
+    async def reset(self, row: dict[str, Any], timeout_s: float) -> Any:
+        """Wait until it is there."""
+
+    async def run(self, row: dict[str, Any], base_url: str, api_key: str) -> Any:
+        """To its end: what it returns."""
+
+
 class AgentDoor(Protocol):
     """The server that agents send their requests to. All of it belongs to the event loop of the conversations."""
 
     base_url: str
 
     async def open(self, runner: ConversationRunner) -> None: ...
+    def agent_of(self, session: AgentSession) -> SessionAgent: ...
     def admit(self, session: AgentSession) -> None: ...
     def dismiss(self, session: AgentSession) -> None: ...
     async def close(self) -> None: ...
@@ -105,6 +116,8 @@ class AgentSession:
         self.chains = Chains()
         self.reward: float | None = None
         """That was posted."""
+        self.agent: Any = None
+        """Where it runs elsewhere: who has fetched the sample."""
         self.requests = 0
         """Under way, whatever they ask for."""
         self.joined = 0
@@ -304,8 +317,12 @@ class AgentSession:
 
     async def run(self, door: AgentDoor) -> None:
         """Run the agent; its turns are then the conversation."""
-        agent, value, failure = self.talk.episode.agent, None, None
-        await agent.reset({}, math.inf)  # waits for its place and its process
+        agent, value, failure = door.agent_of(self), None, None
+        try:
+            await agent.reset({}, math.inf)  # waits for its place and its process
+        except ToolFailed as error:
+            self._record(error.text)
+            return
         door.admit(self)
         task = asyncio.ensure_future(agent.run(dict(self.talk.episode.row), door.base_url, self.key))
         try:

@@ -113,7 +113,7 @@ class Agents:
         targets = [Target("tools", spec) for spec in cfg.tools]
         targets += [Target("environment", spec) for spec in cfg.environment]
         targets += [Target("user", cfg.user.path)] if cfg.user.path else []
-        targets += [Target("agent", cfg.agent)] if cfg.agent else []
+        targets += [Target("agent", cfg.agent)] if cfg.agent and not cfg.agents_elsewhere else []
         targets += [Target("command", cfg.agent_command)] if cfg.agent_command else []
         if targets:
             self.processes = ToolProcesses(targets)
@@ -198,13 +198,13 @@ class Agents:
 
     @property
     def has_user(self) -> bool:
-        return bool(self.user or self.agent) or any(
+        return bool(self.user or self.cfg.own_agent) or any(
             "user" in info.hooks for _, info in self.environments.values()
         )
 
     @property
     def has_tools(self) -> bool:
-        return bool(self.text_server or self.agent) or any(
+        return bool(self.text_server or self.cfg.own_agent) or any(
             self._schemas(name) for name in (*self.environments, "")
         )
 

@@ -167,13 +167,13 @@ class ServerMetrics:
         return bytes(prometheus_client.generate_latest(self._registry))
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens; ConfigError where that is not possible."""
+def listen(host: str, port: int, named: str = "--host {} --port {}") -> socket.socket:
+    """A socket that listens; ConfigError where that is not possible. `named`: how the user gives host and port."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=MOST_CONNECTIONS)
     except (OSError, OverflowError, UnicodeError) as error:
-        raise ConfigError(f"--host {host} --port {port}: cannot listen: {error}") from error
+        raise ConfigError(f"{named.format(host, port)}: cannot listen: {error}") from error
 
 
 def address(listening: socket.socket) -> str:

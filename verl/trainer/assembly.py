@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.config.model_path import vocabulary_size
@@ -81,7 +82,8 @@ def open_run(
         )
         warn_of_vocabulary(tokenizer, vocabulary_size(model.path, model.override_config))
     with ExitStack() as stack:
-        agents = open_agents(cfg, cfg.actor_rollout_ref.rollout, tokenizer, model.path)
+        folder = Path(cfg.trainer.default_local_dir)
+        agents = open_agents(cfg, cfg.actor_rollout_ref.rollout, tokenizer, model.path, folder)
         if agents is not None:
             stack.callback(agents.close)
         tools = None if agents is None else agents.schemas

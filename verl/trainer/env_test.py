@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.config.parallelism import counted
@@ -228,7 +229,8 @@ def opened(
     quiet_transformers()
     with ExitStack() as stack:
         path, tokenizer, open_sampler = _policy(cfg, args, stack)
-        agents = open_agents(cfg, cfg.actor_rollout_ref.rollout, tokenizer, path)
+        folder = Path(cfg.trainer.default_local_dir)
+        agents = open_agents(cfg, cfg.actor_rollout_ref.rollout, tokenizer, path, folder)
         assert agents is not None
         stack.callback(agents.close)
         rows = mixture_rows(cfg.data)[1]

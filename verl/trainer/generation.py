@@ -81,7 +81,7 @@ def generate_file(cfg: GenerationConfig) -> None:
     choice = choose_model(cfg.model)
     _preflight(cfg, choice)
     tokenizer = load_tokenizer(choice.tokenizer, cfg.model.trust_remote_code, cfg.data.chat_template)
-    agents = open_agents(cfg, cfg.rollout, tokenizer, choice.path)
+    agents = open_agents(cfg, cfg.rollout, tokenizer, choice.path, Path(cfg.data.output_path).parent)
     with nullcontext() if agents is None else closing(agents):
         summary = _generate_file(cfg, choice, tokenizer, agents)
     output, key = shown_path(Path(cfg.data.output_path)), cfg.data.response_key

@@ -98,9 +98,10 @@ def require_profiled_steps(cfg: BaseTrainerConfig, total_steps: int) -> None:
 
 
 def open_agents(
-    cfg: PPOConfig | GenerationConfig, rollout: EngineConfig, tokenizer: Any, model_path: str
+    cfg: PPOConfig | GenerationConfig, rollout: EngineConfig, tokenizer: Any, model_path: str, folder: Path
 ) -> ConversationRunner | None:
-    """The runner of conversations, where `rollout.multi_turn` is enabled or an agent loop is given."""
+    """The runner of conversations, where `rollout.multi_turn` is enabled or an agent loop is given. `folder`: where
+    agents that run elsewhere find its address."""
     if not rollout.converses:
         return None
     from verl.agents.runner import AgentLoops, ConversationRunner
@@ -109,11 +110,11 @@ def open_agents(
     loops = AgentLoops(cfg, rollout, tokenizer)
     if multi_turn.own_agent:
         try:
-            from verl.serve.training import SessionServer
+            from verl.serve.training import AGENT_ENDPOINT, SessionServer
         except ImportError as error:
             key = "rollout.multi_turn.agent" + ("" if multi_turn.agent else "_command")
             raise missing_package(str(error.name).partition(".")[0], "serve", key) from error
-        door = SessionServer()
+        door = SessionServer(folder / AGENT_ENDPOINT if multi_turn.agents_elsewhere else None)
     return ConversationRunner(multi_turn, cfg.data, tokenizer, stops, loops, door)
 
 

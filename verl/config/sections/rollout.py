@@ -73,9 +73,14 @@ class MultiTurnConfig:
     )
     agent: str | None = key(
         None,
-        "an agent of your own, FILE.py:function: it talks to the policy over HTTP, as to OpenAI or Anthropic",
+        "an agent of your own, FILE.py:function: it talks to the policy over HTTP, as to OpenAI or Anthropic; "
+        "endpoint: agents that run elsewhere fetch their samples",
         path=True,
     )
+    agent_host: str = key(
+        "127.0.0.1", "address that such agents are waited for at", used_if=".agent=endpoint"
+    )
+    agent_port: int = key(0, "port there; 0: any free one", ge=0, le=65535, used_if=".agent=endpoint")
     agent_command: str | None = key(None, "the same as a program, which gets the row on its stdin")
     agent_timeout_s: float = key(
         300.0, "seconds such an agent may take between two answers of the policy", gt=0, used_if=_OWN_AGENT
@@ -111,7 +116,8 @@ class MultiTurnConfig:
     tool_timeout_s: float = key(30.0, "seconds a call of a tool, environment or user may take", gt=0)
     max_concurrent_requests: int = key(
         256,
-        "requests a tool server or the endpoint of a simulated user gets at a time; MCP: 64 at most",
+        "requests a tool server or the endpoint of a simulated user gets at a time (MCP: 64 at most); agents that run "
+        "elsewhere at a time",
         ge=1,
     )
     history: str = key(
@@ -130,6 +136,11 @@ class MultiTurnConfig:
     def own_agent(self) -> str | None:
         """The user's agent, which comes through the endpoint."""
         return self.agent or self.agent_command
+
+    @property
+    def agents_elsewhere(self) -> bool:
+        """Whether agents that nobody here starts fetch the samples."""
+        return self.agent == "endpoint"
 
     @property
     def splits(self) -> bool:
