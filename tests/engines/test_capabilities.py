@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -28,7 +29,7 @@ def test_a_plug_in_declares_its_engine():
 
 
 def test_a_plug_in_declares_its_strategy():
-    assert strategy_spec("mine") == strategy_spec("fsdp")
+    assert strategy_spec("mine") == replace(strategy_spec("fsdp"), exact=False)
     spec = StrategySpec(section="mine", layout=lambda role: {"tp": role.mine.split})
     register_strategy("mine", "mine:build", spec)
     assert strategy_spec("mine").layout(SimpleNamespace(mine=SimpleNamespace(split=4))) == {"tp": 4}

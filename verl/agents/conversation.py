@@ -77,10 +77,16 @@ class Conversation:
 
     @property
     def rows(self) -> list[tuple[int, int, list[int]]]:
-        """The rows of a conversation whose turns have prompts: start and end of each in `token_ids`, and its prompt."""
-        starts = [turn for turn in self.turns if turn.prompt_ids is not None]
-        ends = [*(turn.start for turn in starts[1:]), len(self.token_ids)]
-        return [(turn.start, end, turn.prompt_ids or []) for turn, end in zip(starts, ends, strict=False)]
+        """The rows of a conversation whose turns have prompts: start and end of each in `token_ids`, and its prompt. A
+        row ends with what the model drew last."""
+        found: list[tuple[int, int, list[int]]] = []
+        for turn in self.model_turns:
+            if turn.prompt_ids is not None:
+                found.append((turn.start, turn.end, turn.prompt_ids))
+            elif found:
+                start, _, prompt = found[-1]
+                found[-1] = (start, turn.end, prompt)
+        return found
 
     @property
     def drawn_ids(self) -> list[list[int]]:

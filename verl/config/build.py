@@ -32,6 +32,7 @@ from verl.config.keys import (
 from verl.config.methods import needed_columns, plugin_sections
 from verl.config.parallelism import divisors
 from verl.config.schema import AnyConfig, GenerationConfig, ModelConfig, OfflineConfig, PPOConfig
+from verl.config.sections.algorithm import REINFORCE_LOSS
 
 DTYPE_NAMES = {
     "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32", "float8": "fp8",
@@ -322,8 +323,9 @@ def _ppo(config: PPOConfig) -> None:
                 setattr(model, name, getattr(policy.model, name))
     if critic.enable is None:
         critic.enable = "values" in needed_columns(config)
-    if config.algorithm.rollout_correction.reinforces and policy.actor.policy_loss.loss_mode == "vanilla":
-        policy.actor.policy_loss.loss_mode = "gpg"
+    chosen = "actor_rollout_ref.actor.policy_loss.loss_mode" in config.user_set
+    if config.algorithm.rollout_correction.reinforces and not chosen:
+        policy.actor.policy_loss.loss_mode = REINFORCE_LOSS
     # `do_sample` and `temperature` say the same thing; whichever the user gave decides.
     val, prefix = policy.rollout.val_kwargs, "actor_rollout_ref.rollout.val_kwargs."
     if prefix + "do_sample" not in config.user_set:

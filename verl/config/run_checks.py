@@ -10,7 +10,7 @@ from typing import Any
 
 from verl.config.capabilities import engine_spec, strategy_spec
 from verl.config.keys import get
-from verl.config.methods import POLICY_LOSS, builtin_names, methods_of, needed_columns
+from verl.config.methods import POLICY_LOSS, builtin_names, find_method, methods_of, needed_columns
 from verl.config.model_path import cached_config, text_config
 from verl.config.parallelism import (
     ROLLOUT,
@@ -25,6 +25,7 @@ from verl.config.parallelism import (
 from verl.config.plan import RunPlan
 from verl.config.roles import ModelRole
 from verl.config.schema import PPOConfig
+from verl.config.sections.algorithm import REINFORCE_LOSS
 from verl.config.sections.trainer import POOL_ASYNC_MODES
 from verl.json_input import read_json
 
@@ -162,10 +163,12 @@ def teacher_errors(config: PPOConfig) -> Iterator[str]:
             f"'{TEACHER}.prompt_template' is not set: with {TEACHER}.source=current teacher and student would be one "
             "model that reads one prompt; set it to what the teacher knows besides, such as {prompt} {ground_truth}"
         )
-    if teacher.coef and policy.actor.policy_loss.loss_mode == "distillation":
+    loss = find_method(POLICY_LOSS, policy.actor.policy_loss.loss_mode)
+    if teacher.coef and loss in asking:
+        assert loss is not None
         yield (
-            f"'{TEACHER}.coef' is {teacher.coef:g}, but with actor_rollout_ref.actor.policy_loss.loss_mode="
-            "distillation the KL is the loss already; set it to 0, or another loss_mode"
+            f"'{TEACHER}.coef' is {teacher.coef:g}, but with {loss.setting} the KL is the loss already; set it to 0, "
+            "or another loss_mode"
         )
     if teacher.prompt_template is not None and policy.rollout.multi_turn.splits:
         yield (
@@ -264,10 +267,10 @@ def correction_errors(config: PPOConfig) -> Iterator[str]:
     """Why a run that trains cannot correct for its rollout engine as configured."""
     own, rollout = config.algorithm.rollout_correction, config.actor_rollout_ref.rollout
     loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
-    if own.reinforces and loss != "gpg":
+    if own.reinforces and loss != REINFORCE_LOSS:
         yield (
-            f"'{CORRECTION}.loss_type' is reinforce, which is {POLICY_LOSS}=gpg with importance weights, but "
-            f"{POLICY_LOSS} is {loss}; leave one of them out"
+            f"'{CORRECTION}.loss_type' is reinforce, which is {POLICY_LOSS}={REINFORCE_LOSS} with importance weights, "
+            f"but {POLICY_LOSS} is {loss}; leave one of them out"
         )
     if own.weighs_updates and own.weighs_sequences and rollout.multi_turn.splits:
         yield (

@@ -82,8 +82,8 @@ def open_run(
         )
         warn_of_vocabulary(tokenizer, vocabulary_size(model.path, model.override_config))
     with ExitStack() as stack:
-        folder = Path(cfg.trainer.default_local_dir)
-        agents = open_agents(cfg, cfg.actor_rollout_ref.rollout, tokenizer, model.path, folder)
+        rollout, found_in = cfg.actor_rollout_ref.rollout, Path(cfg.trainer.default_local_dir)
+        agents = open_agents(cfg, rollout, tokenizer, model.path, found_in)
         if agents is not None:
             stack.callback(agents.close)
         tools = None if agents is None else agents.schemas

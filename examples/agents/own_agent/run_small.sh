@@ -1,6 +1,6 @@
 #!/bin/sh
 # An agent over OpenAI's client: two minutes on two CPU cores, no download. Keys can be added: run_small.sh key=value ...
-# Needs the packages openai, starlette and uvicorn: pip install 'verl[serve]' openai
+# Needs the packages openai, starlette and uvicorn: pip install -e '.[serve]' openai
 # DATA: a folder for the data and the model that is made from nothing, once.
 set -eu
 data=${DATA:-data/agents}
@@ -13,6 +13,6 @@ verl train --config-path "$here/../guessing/agent.yaml" \
     data.train_batch_size=16 \
     model.path="$data/guessing/model" algorithm.adv_estimator=rloo \
     rollout.multi_turn.enable=False rollout.multi_turn.environment=[] \
-    rollout.multi_turn.agent="$here/agent.py:play" \
+    rollout.multi_turn.agent="$here/play.py:play" \
     trainer.total_training_steps=3 trainer.test_freq=0 trainer.default_local_dir= \
     trainer.project_name=examples trainer.experiment_name=own_agent "$@"

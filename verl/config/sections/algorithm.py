@@ -54,6 +54,10 @@ class FilterGroupsConfig:
             )
 
 
+REINFORCE_LOSS = "gpg"
+"""The policy loss that `rollout_correction.loss_type=reinforce` weighs."""
+
+
 @dataclass
 class RolloutCorrectionConfig:
     """Importance weights and rejection between the rollout engine's and the trainer's probabilities."""
