@@ -7,8 +7,10 @@ import errno
 import http.client
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from email.message import Message
+from types import SimpleNamespace
 
 import pytest
 
@@ -173,7 +175,10 @@ def test_without_descriptors_one_that_waits_is_closed_and_accepting_pauses(
             raise OSError(errno.EMFILE, "Too many open files")
 
     pauses: list[float] = []
-    monkeypatch.setattr("verl.http_server.time.sleep", pauses.append)
+    # Not the module's own sleep: threads of other tests may call that.
+    monkeypatch.setattr(
+        "verl.http_server.time", SimpleNamespace(monotonic=time.monotonic, sleep=pauses.append)
+    )
     with Small(Answers) as server, connect(server) as idle:
         accepted, address = server.get_request()
         server.process_request(accepted, address)

@@ -31,7 +31,14 @@ from verl.config.keys import (
 )
 from verl.config.methods import needed_columns, plugin_sections
 from verl.config.parallelism import divisors
-from verl.config.schema import AnyConfig, GenerationConfig, ModelConfig, OfflineConfig, PPOConfig
+from verl.config.schema import (
+    AnyConfig,
+    GenerationConfig,
+    ModelConfig,
+    OfflineConfig,
+    PolicyLossConfig,
+    PPOConfig,
+)
 from verl.config.sections.algorithm import REINFORCE_LOSS
 
 DTYPE_NAMES = {
@@ -323,9 +330,9 @@ def _ppo(config: PPOConfig) -> None:
                 setattr(model, name, getattr(policy.model, name))
     if critic.enable is None:
         critic.enable = "values" in needed_columns(config)
-    chosen = "actor_rollout_ref.actor.policy_loss.loss_mode" in config.user_set
-    if config.algorithm.rollout_correction.reinforces and not chosen:
-        policy.actor.policy_loss.loss_mode = REINFORCE_LOSS
+    loss = policy.actor.policy_loss
+    if config.algorithm.rollout_correction.reinforces and loss.loss_mode == PolicyLossConfig().loss_mode:
+        loss.loss_mode = REINFORCE_LOSS
     # `do_sample` and `temperature` say the same thing; whichever the user gave decides.
     val, prefix = policy.rollout.val_kwargs, "actor_rollout_ref.rollout.val_kwargs."
     if prefix + "do_sample" not in config.user_set:
