@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import stat
 import threading
@@ -9,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -76,6 +78,12 @@ def workers(
         over.set()
         for thread in threads:
             thread.join()
+
+
+class Waiting(SimpleNamespace):
+    """In the place of a session."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
 
 
 names: dict[str, Any] = {}
@@ -152,3 +160,57 @@ def test_settings_that_do_not_fit_are_refused(keys, extra, words) -> None:
         load_ppo_config(keys(*HERE, *(f"{KEY}.{each}" for each in extra)))
     for word in words:
         assert word in str(caught.value)
+
+
+def test_a_run_that_is_refused_leaves_the_file_of_the_one_in_its_folder_alone(tmp_path) -> None:
+    """Agents are opened before the folder is locked: the file is written with the first sample."""
+    from verl.config.sections.rollout import MultiTurnConfig
+    from verl.serve.fetching import SamplesToFetch
+
+    file, session = tmp_path / "run" / "agent_endpoint.json", Waiting()
+
+    async def both() -> None:
+        first, second = (SamplesToFetch(MultiTurnConfig(), file, f"http://{name}") for name in "ab")
+        assert not file.exists()
+        first.offer(session)  # type: ignore[arg-type]
+        await second.close()
+        assert json.loads(file.read_text())["url"] == "http://a"
+        await first.close()
+        assert not file.exists()
+
+    asyncio.run(both())
+
+
+def test_no_more_run_than_may_and_one_that_is_given_up_makes_place(tmp_path) -> None:
+    from verl.config.sections.rollout import MultiTurnConfig
+    from verl.serve.fetching import SamplesToFetch
+    from verl.serve.wire import ApiError, Fields
+
+    def session(name: str) -> Any:
+        conversation = SimpleNamespace(uid=name, sample=0)
+        talk = SimpleNamespace(conversation=conversation, episode=SimpleNamespace(row={"start": 1}))
+        return Waiting(talk=talk, key=f"key of {name}")
+
+    async def fetch() -> None:
+        samples = SamplesToFetch(MultiTurnConfig(max_concurrent_requests=1), tmp_path / "file", "http://a")
+        one, two = session("one"), session("two")
+        waiting = [asyncio.create_task(samples.offer(each).reset({}, 0.0)) for each in (one, two)]
+        got = await samples.fetched(Fields({}))
+        assert got == {"session": "one#0", "api_key": "key of one", "row": {"start": 1}}
+        assert (await samples.fetched(Fields({"wait": 0.05})))["session"] is None, "as many run as may"
+        waiting[0].cancel()
+        fetching = asyncio.create_task(samples.fetched(Fields({"wait": 30})))
+        await asyncio.sleep(0.01)
+        samples.leave(one)
+        assert (await fetching)["session"] == "two#0"
+        await waiting[1]
+        assert await samples.ended(two, Fields({"reward": 1, "extra": {"a": 2}})) == {"ended": True}
+        with pytest.raises(ApiError) as caught:
+            await samples.ended(two, Fields({"error": "late"}))
+        assert caught.value.status == 409
+        await samples.close()
+        with pytest.raises(ApiError) as caught:
+            await samples.fetched(Fields({"wait": 30}))
+        assert caught.value.status == 410
+
+    asyncio.run(fetch())

@@ -116,8 +116,6 @@ class AgentSession:
         self.chains = Chains()
         self.reward: float | None = None
         """That was posted."""
-        self.agent: Any = None
-        """Where it runs elsewhere: who has fetched the sample."""
         self.requests = 0
         """Under way, whatever they ask for."""
         self.joined = 0
@@ -230,7 +228,7 @@ class AgentSession:
                 return earlier
         if self._fault.done() or not self._own_time.running:
             raise SessionOver("the session has ended", "session_ended")
-        most = min(most, self._room(place, prompt))
+        most = min(most, self._tokens_left(place, prompt))
         if len(self.chains.turns) + n > self.cfg.max_turns:
             self._limit = self._limit or "turns"
             raise SessionOver(
@@ -281,20 +279,20 @@ class AgentSession:
         self._names[name] = before + 1
         return f"{name}+{before}" if before else name
 
-    def _room(self, place: HistoryPlace, prompt: Sequence[int]) -> int:
+    def _tokens_left(self, place: HistoryPlace, prompt: Sequence[int]) -> int:
         """Tokens that the answer may have. SessionOver: none."""
         root = place.parent.path[0].prompt_ids if place.parent is not None else prompt
         first, most = self.data.max_prompt_length, self.talk.settings.sampling.max_tokens
         if self._split:
-            room = first + self.data.max_response_length - len(prompt)
+            left = first + self.data.max_response_length - len(prompt)
         else:
-            room = most - (len(prompt) - len(root)) if len(root) <= first else 0
-        if room > 0:
-            return min(room, most)
+            left = most - (len(prompt) - len(root)) if len(root) <= first else 0
+        if left > 0:
+            return min(left, most)
         self._limit = "length"
         what = "the prompt" if place.parent is None else "the conversation"
         raise SessionOver(
-            f"{what} has {len(prompt)} tokens, and there is no room for an answer (data.max_prompt_length={first}, "
+            f"{what} has {len(prompt)} tokens, and no tokens are left for an answer (data.max_prompt_length={first}, "
             f"data.max_response_length={self.data.max_response_length})",
             _TOO_LONG,
         )
@@ -317,15 +315,15 @@ class AgentSession:
 
     async def run(self, door: AgentDoor) -> None:
         """Run the agent; its turns are then the conversation."""
-        agent, value, failure = door.agent_of(self), None, None
+        value: Any = None
+        failure: str | None = None
+        tasks: list[asyncio.Future[Any]] = []
+        agent = door.agent_of(self)
         try:
-            await agent.reset({}, math.inf)  # waits for its place and its process
-        except ToolFailed as error:
-            self._record(error.text)
-            return
-        door.admit(self)
-        task = asyncio.ensure_future(agent.run(dict(self.talk.episode.row), door.base_url, self.key))
-        try:
+            await agent.reset({}, math.inf)  # waits for its place and its process, or to be fetched
+            door.admit(self)
+            task = asyncio.ensure_future(agent.run(dict(self.talk.episode.row), door.base_url, self.key))
+            tasks.append(task)
             async with self._own_time.limit():
                 await asyncio.wait((task, self._fault), return_when=asyncio.FIRST_COMPLETED)
             if self._fault.done():
@@ -341,10 +339,10 @@ class AgentSession:
         finally:
             self._own_time.end()
             door.dismiss(self)
-            draws = [draw for asked in self._asked for draw in asked.draws]
-            for each in (task, *draws):
+            tasks += [draw for asked in self._asked for draw in asked.draws]
+            for each in tasks:
                 each.cancel()
-            await asyncio.gather(task, *draws, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
             if self._fault.done():
                 self._fault.exception()  # read
         self._record(failure)

@@ -339,11 +339,12 @@ def _discounted_suffix_sum_(values: Tensor, factor: float) -> Tensor:
 
 
 def _prime_errors(config: PPOConfig) -> Iterator[str]:
-    if config.actor_rollout_ref.rollout.multi_turn.splits:
+    turns = config.actor_rollout_ref.rollout.multi_turn
+    if turns.splits:
         yield (
-            "'algorithm.adv_estimator' is prime, but actor_rollout_ref.rollout.multi_turn.history=split makes several "
-            "rows of a response, and its reward model judges a response as one row; use history=append if the chat "
-            "template allows it, or turn_rloo"
+            f"'algorithm.adv_estimator' is prime, but actor_rollout_ref.rollout.multi_turn.{turns.splits} makes "
+            "several rows of a response, and its reward model judges a response as one row; use "
+            f"{turns.one_row} or turn_rloo"
         )
 
 

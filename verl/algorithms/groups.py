@@ -292,10 +292,11 @@ def _pf_ppo_errors(config: PPOConfig) -> Iterator[str]:
                 f"'algorithm.use_pf_ppo' is True, but {method.setting} compares whole groups of responses; set it to "
                 "False"
             )
-    if config.actor_rollout_ref.rollout.multi_turn.splits:
+    turns = config.actor_rollout_ref.rollout.multi_turn
+    if turns.splits:
         yield (
-            "'algorithm.use_pf_ppo' is True, but actor_rollout_ref.rollout.multi_turn.history=split makes several "
-            "rows of a response; set it to False, or use history=append if the chat template allows it"
+            f"'algorithm.use_pf_ppo' is True, but actor_rollout_ref.rollout.multi_turn.{turns.splits} makes several "
+            f"rows of a response; set it to False, or use {turns.one_row}"
         )
 
 

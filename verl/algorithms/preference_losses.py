@@ -288,10 +288,11 @@ def sppo_targets(response_mask: Tensor, config: Any, batch: Any) -> dict[str, Te
 
 def _sppo_errors(config: PPOConfig) -> Iterator[str]:
     yield from _group_errors(config)
-    if config.actor_rollout_ref.rollout.multi_turn.splits:
+    turns = config.actor_rollout_ref.rollout.multi_turn
+    if turns.splits:
         yield (
-            f"'actor_rollout_ref.rollout.multi_turn.history' is split, but {POLICY_LOSS}=sppo needs a response in one "
-            "row; set it to append"
+            f"{POLICY_LOSS}=sppo needs a response in one row, but actor_rollout_ref.rollout.multi_turn.{turns.splits} "
+            f"makes several; use {turns.one_row}"
         )
 
 

@@ -267,7 +267,7 @@ def _training_errors(config: PPOConfig, plan: RunPlan) -> Iterator[str]:
         )
     if multi_turn.splits and filtering.enable and filtering.metric == "seq_final_reward":
         yield (
-            f"'algorithm.filter_groups.metric' is seq_final_reward, but {ROLLOUT}.multi_turn.history=split makes "
+            f"'algorithm.filter_groups.metric' is seq_final_reward, but {ROLLOUT}.multi_turn.{multi_turn.splits} makes "
             "several rows of a response before the KL is known; set it to seq_reward"
         )
     yield from over_sampling_errors(config)

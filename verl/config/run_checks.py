@@ -170,10 +170,11 @@ def teacher_errors(config: PPOConfig) -> Iterator[str]:
             f"'{TEACHER}.coef' is {teacher.coef:g}, but with {loss.setting} the KL is the loss already; set it to 0, "
             "or another loss_mode"
         )
-    if teacher.prompt_template is not None and policy.rollout.multi_turn.splits:
+    turns = policy.rollout.multi_turn
+    if teacher.prompt_template is not None and turns.splits:
         yield (
             f"'{TEACHER}.prompt_template' replaces the last message of the data's prompt, but with "
-            "actor_rollout_ref.rollout.multi_turn.history=split a row begins with the turns before; set history=append"
+            f"{ROLLOUT}.multi_turn.{turns.splits} rows begin with what was before; use {turns.one_row} or no template"
         )
     for name, role in (("actor_rollout_ref.actor", policy.actor), (TEACHER, policy.teacher)):
         size = role.ulysses_sequence_parallel_size
@@ -272,10 +273,11 @@ def correction_errors(config: PPOConfig) -> Iterator[str]:
             f"'{CORRECTION}.loss_type' is reinforce, which is {POLICY_LOSS}={REINFORCE_LOSS} with importance weights, "
             f"but {POLICY_LOSS} is {loss}; leave one of them out"
         )
-    if own.weighs_updates and own.weighs_sequences and rollout.multi_turn.splits:
+    splits = rollout.multi_turn.splits
+    if own.weighs_updates and own.weighs_sequences and splits:
         yield (
-            f"'{CORRECTION}.bypass_mode' is True, so that sequences are weighed during the update, where the turns of "
-            f"one conversation are apart ({ROLLOUT}.multi_turn.history=split); use {CORRECTION}.rollout_is=token and "
+            f"'{CORRECTION}.bypass_mode' is True, so that sequences are weighed during the update, where the rows of "
+            f"one conversation are apart ({ROLLOUT}.multi_turn.{splits}); use {CORRECTION}.rollout_is=token and "
             f"rules of tokens, e.g. {CORRECTION}.rollout_rs=token_k1, or {CORRECTION}.bypass_mode=False"
         )
 

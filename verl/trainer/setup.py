@@ -110,7 +110,8 @@ def open_agents(
     loops = AgentLoops(cfg, rollout, tokenizer)
     if multi_turn.own_agent:
         try:
-            from verl.serve.training import AGENT_ENDPOINT, SessionServer
+            from verl.serve.fetching import AGENT_ENDPOINT
+            from verl.serve.training import SessionServer
         except ImportError as error:
             key = "rollout.multi_turn.agent" + ("" if multi_turn.agent else "_command")
             raise missing_package(str(error.name).partition(".")[0], "serve", key) from error

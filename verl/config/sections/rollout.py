@@ -143,11 +143,18 @@ class MultiTurnConfig:
         return self.agent == "endpoint"
 
     @property
-    def splits(self) -> bool:
-        """Whether a conversation becomes several rows."""
-        if self.own_agent:
-            return self.history == "split" or self.chains == "all"
-        return self.enable and self.history == "split"
+    def splits(self) -> str:
+        """The setting by which a conversation becomes several rows; empty where it is one."""
+        if self.history == "split" and (self.enable or self.own_agent):
+            return "history=split"
+        return "chains=all" if self.own_agent and self.chains == "all" else ""
+
+    @property
+    def one_row(self) -> str:
+        """What to set instead, where that is possible."""
+        return (
+            "history=append (if the chat template allows it)" if self.history == "split" else "chains=longest"
+        )
 
     def errors(self, name: str) -> Iterator[str]:
         """What is wrong within the section called `name`."""
