@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from verl.config.keys import Key, schema_keys
 from verl.config.load import from_dict, to_dict, to_yaml
+from verl.config.parallelism import divisors
 from verl.config.schema import PPOConfig, SFTConfig
 from verl.config.sources import load_yaml
 
@@ -106,3 +107,12 @@ def test_what_was_given_is_what_is_there(kind: Any) -> None:
                 assert got == (DTYPE_NAMES.get(value, value) if name.endswith("dtype") else value), name
 
     check()
+
+
+def test_a_batch_of_any_size_has_a_mini_batch_and_divisors() -> None:
+    """Also one that nobody can count up to."""
+    config = from_dict(PPOConfig, {"data.train_batch_size": 10**30}, checked=False)
+    assert config.actor_rollout_ref.actor.ppo_mini_batch_size == 256
+    assert from_dict(PPOConfig, {"data.train_batch_size": 2**61 - 1}, checked=False) is not None
+    assert divisors(12) == [1, 2, 3, 4, 6, 12] and divisors(1) == [1] and divisors(49) == [1, 7, 49]
+    assert len(divisors(10**12)) == 13**2 and divisors(10**12)[-1] == 10**12

@@ -30,7 +30,6 @@ from verl.config.keys import (
     trl_names,
 )
 from verl.config.methods import needed_columns, plugin_sections
-from verl.config.parallelism import divisors
 from verl.config.schema import (
     AnyConfig,
     GenerationConfig,
@@ -315,7 +314,7 @@ def _mini_batch(config: PPOConfig) -> list[str]:
     default = actor.ppo_mini_batch_size
     if name in config.user_set or prompts < 1 or prompts % default == 0:
         return []
-    actor.ppo_mini_batch_size = max(size for size in divisors(prompts) if size <= default)
+    actor.ppo_mini_batch_size = next(size for size in range(default, 0, -1) if prompts % size == 0)
     return [
         f"{name}={actor.ppo_mini_batch_size} (the default {default} does not fit data.train_batch_size={prompts})"
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -98,7 +99,7 @@ def needs_teacher(config: PPOConfig) -> bool:
 
 def divisors(number: int) -> list[int]:
     """Every divisor of a number, ascending."""
-    return [size for size in range(1, number + 1) if number % size == 0]
+    return sorted({d for n in range(1, math.isqrt(number) + 1) if number % n == 0 for d in (n, number // n)})
 
 
 def closest(values: list[int], near: int) -> str:
