@@ -2,7 +2,8 @@
 
     python tests/rollout/model_table.py [--write] [MODEL_TYPE ...]
 
-prints the table, or writes docs/models.md. Every model either agrees with its own forward (log-probs of what was
+prints the table, or writes docs/models.md; of some model types only their rows are new, which takes the version of
+transformers that the page is about. Every model either agrees with its own forward (log-probs of what was
 generated, log-probs and gradient norm of training) or is refused with one line; anything else is an error.
 """
 
@@ -240,6 +241,10 @@ def main(write: Callable[[str], Any] = sys.stdout.write) -> int:
     parser.add_argument("--write", action="store_true")
     parser.add_argument("model_types", nargs="*")
     options = parser.parse_args()
+    kept = rows_on_page(PAGE.read_text()) if options.model_types else {}
+    version = transformers.__version__
+    if options.write and kept and version != (named := version_on_page(PAGE.read_text())):
+        parser.error(f"the page is about transformers {named}, and {version} is installed")
     logging.disable(logging.INFO)
     rows, wrong = [], 0
     for model_type in options.model_types or model_types():
@@ -249,8 +254,9 @@ def main(write: Callable[[str], Any] = sys.stdout.write) -> int:
         except Exception as error:  # every architecture is to be heard
             wrong += 1
             write(f"WRONG {model_type}: {type(error).__name__}: {error}\n")
-    if options.write and not wrong and not options.model_types:
-        PAGE.write_text(page(rows, transformers.__version__))
+    if options.write and not wrong:
+        kept |= {found.model_type: found for found in rows}
+        PAGE.write_text(page(list(kept.values()), version))
     return 1 if wrong else 0
 
 
