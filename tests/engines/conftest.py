@@ -19,7 +19,9 @@ from verl.engines import build_engine
 
 VOCAB = 61
 LENGTHS = [(6, 7), (1, 1), (3, 5), (2, 7), (6, 1), (4, 3)]
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi", "phi3", "qwen3_moe", "gpt2")
+ARCHITECTURES = (
+    "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi", "phi3", "qwen3_moe", "gpt_oss", "gpt2",
+)  # fmt: skip
 
 
 def make_model(architecture: str = "llama", seed: int = 0, **changes: Any) -> Any:
@@ -40,12 +42,14 @@ def make_model(architecture: str = "llama", seed: int = 0, **changes: Any) -> An
         "pad_token_id": 0,
         "tie_word_embeddings": False,
     }
-    if architecture in ("mistral", "gemma2", "phi3"):
+    if architecture in ("mistral", "gemma2", "phi3", "gpt_oss"):
         options["sliding_window"] = 4
-    if architecture in ("gemma", "gemma2", "qwen3", "qwen3_moe"):
+    if architecture in ("gemma", "gemma2", "qwen3", "qwen3_moe", "gpt_oss"):
         options["head_dim"] = 8
     if architecture == "qwen3_moe":
         options.update(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, decoder_sparse_step=1)
+    if architecture == "gpt_oss":
+        options.update(num_local_experts=4, num_experts_per_tok=2)
     if architecture == "gpt2":
         options = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
         options["initializer_range"] = 0.2

@@ -639,7 +639,7 @@ def random_pack(number: int, generator: torch.Generator) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def plain_attention(q: Any, k: Any, v: Any, pack: dict[str, Any]) -> torch.Tensor:
+def plain_attention(q: Any, k: Any, v: Any, pack: dict[str, Any], sink: Any = None) -> torch.Tensor:
     """Row by row with all scores, in the precision of its tensors [N, H, D]."""
     parts = zip(q.split(pack["queries"]), k.split(pack["keys"]), v.split(pack["keys"]), strict=True)
     found = []
@@ -649,7 +649,10 @@ def plain_attention(q: Any, k: Any, v: Any, pack: dict[str, Any]) -> torch.Tenso
         last = torch.arange(len(q_row), device=q.device)[:, None] + len(k_row) - len(q_row)
         behind = last - torch.arange(len(k_row), device=q.device)
         seen = (behind >= 0) & (behind < (pack["window"] or 1 << 30))
-        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        scores = scores.masked_fill(~seen, float("-inf"))
+        if sink is not None:
+            scores = torch.cat([scores, sink[:, None, None].expand(-1, len(q_row), 1)], -1)
+        weights = scores.softmax(-1)[..., : len(k_row)]
         found.append(torch.einsum("hqk,khd->qhd", weights, v_row))
     return torch.cat(found)
 
@@ -729,6 +732,39 @@ def attention_kernels_are_as_exact_as_torchs() -> str:
         require(ratio <= 1.2, f"{told}: {name} {where}")
         require(len(left_out[name]) <= 40, f"{told}: {name} {left_out[name][:1]}")
     return f"error over that of torch's kernel, at most: {', '.join(told)}"
+
+
+@check
+def attention_sinks_are_gated() -> str:
+    """Output and gradients of packs with sinks against float64: the varlen kernel, and FlexAttention in float32."""
+    from verl.models.attention import AttentionCall, PackedAttention
+
+    if DEVICE.type != "cuda":
+        return "needs a GPU"
+    generator, worst = torch.Generator().manual_seed(1), {"varlen": 0.0, "flex": 0.0}
+    for number in range(16):
+        pack = random_pack(number, generator) | {"prefixed": False, "empty": 0}
+        lengths = pack["keys"] = pack["queries"]
+        if sum(lengths) < 128:
+            continue
+        torch.manual_seed(number)
+        counts = (pack["groups"] * pack["kv_heads"], pack["kv_heads"], pack["kv_heads"])
+        inputs = [torch.randn(1, n, sum(lengths), pack["size"], device=DEVICE) for n in counts]
+        inputs = [x.bfloat16() for x in (*inputs, torch.randn(counts[0], device=DEVICE) + 3)]
+        grad = torch.randn(1, sum(lengths), counts[0], pack["size"], device=DEVICE).bfloat16()
+        wide = [x.double().requires_grad_() for x in inputs]
+        right = plain_attention(*(x[0].transpose(0, 1) for x in wide[:3]), pack, wide[3])[None]
+        exact = [right.detach(), *torch.autograd.grad(right, wide, grad.double())]
+        for name, dtype in (("varlen", torch.bfloat16), ("flex", torch.float32)):
+            q, k, v, sink = given = [x.detach().to(dtype).requires_grad_() for x in inputs]
+            call = AttentionCall(q, k, v, window=pack["window"], sink=sink)
+            require(call.within(max(lengths)).backend() == name, f"{dtype} goes to {call.backend()}")
+            out = PackedAttention.from_lengths(lengths, DEVICE).attend(call)
+            found = [out.detach(), *torch.autograd.grad(out, given, grad.to(dtype))]
+            for ours, theirs in zip(found, exact, strict=True):
+                worst[name] = max(worst[name], float((ours.double() - theirs).norm() / theirs.norm()))
+    require(worst["varlen"] < 0.02 and worst["flex"] < 1e-2, f"errors relative to float64: {worst}")
+    return f"errors relative to float64: {worst}"
 
 
 @check

@@ -34,6 +34,7 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3_recomputed": {"architecture": "qwen3", "options": {"enable_gradient_checkpointing": True}},
     "gemma2": {"architecture": "gemma2", "model": TIED},  # soft-capping; every other layer has a window
     "mistral": {"architecture": "mistral"},
+    "gpt_oss": {"architecture": "gpt_oss"},  # each rank has the attention sinks of its heads
     "longrope": {  # two micro-batches have rows below and above the limit
         "architecture": "phi3",
         "model": {
@@ -162,17 +163,20 @@ def attention(rank: int, world: int, folder: Path) -> dict[str, Any]:
     for kv_heads in (1, 2, 3, 4, 6, 12):
         for value_size in (8, 4):
             torch.manual_seed(0)
+            sink = torch.randn(12)
+            sinks = [sink.clone().requires_grad_() for _ in range(2)]
             shapes = ((12, 8), (kv_heads, 8), (kv_heads, value_size))
             expected = [torch.randn(1, heads, 16, size, requires_grad=True) for heads, size in shapes]
             own = [x.detach()[:, :, mine].clone().requires_grad_() for x in expected]
             weights = torch.randn(1, 16, 12, value_size)
-            want = whole.attend(AttentionCall(*expected, window=4))
-            found = UlyssesAttention(whole, sequence).attend(AttentionCall(*own, window=4))
+            want = whole.attend(AttentionCall(*expected, window=4, sink=sinks[0]))
+            found = UlyssesAttention(whole, sequence).attend(AttentionCall(*own, window=4, sink=sinks[1]))
             (want * weights).sum().backward()
             (found * weights[:, mine]).sum().backward()
             pairs = [
                 (found, want[:, mine]),
                 *((a.grad, b.grad[:, :, mine]) for a, b in zip(own, expected, strict=True)),
+                *((a.grad.chunk(world)[rank], b.grad.chunk(world)[rank]) for a, b in [sinks[::-1]]),
             ]
             for a, b in pairs:
                 torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)

@@ -113,6 +113,20 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 
 @pytest.mark.parametrize(
+    ("dtype", "sizes", "uniform", "window", "kernel"),
+    [
+        (BF16, (128, 128), True, None, "varlen"),
+        (BF16, (192, 128), False, 4096, "varlen"),
+        (BF16, (512, 512), True, None, "flex"),
+        (FP32, (128, 128), True, 4096, "flex"),
+    ],
+)
+def test_sinks_go_to_a_kernel_that_returns_the_log_sum_exp(dtype, sizes, uniform, window, kernel):
+    assert choose_backend(True, dtype, sizes, uniform, window, None, has_sinks=True) == kernel
+    assert choose_backend(False, dtype, sizes, uniform, window, None, has_sinks=True) == "sdpa"
+
+
+@pytest.mark.parametrize(
     ("dtype", "sizes", "uniform", "window", "softcap", "kernel"),
     [
         (BF16, (128, 128), True, None, None, "sdpa"),

@@ -227,7 +227,7 @@ def test_what_cudnn_has_no_graph_for_is_computed_by_torch(graph, monkeypatch, ca
     monkeypatch.setattr(graph, "refuses", kind)
     served = []
     monkeypatch.setattr(
-        "verl.models.attention._varlen_attention", lambda call, bounds: served.append(1) or call.q * 1
+        "verl.models.attention.varlen_attention", lambda call, bounds: served.append(1) or call.q * 1
     )
     q, k, v = make([3, 4])
     packed = PackedAttention.from_lengths([3, 4], "cpu", "cudnn")
@@ -401,6 +401,8 @@ def test_a_name_forces_a_kernel(hopper):
     [
         ("cudnn", {"softcap": 50.0}, "does not cap scores.*fa4 and flex do"),
         ("varlen", {"softcap": 50.0}, "does not cap scores"),
+        ("fa4", {"has_sinks": True}, "attention sinks; varlen and flex do"),
+        ("cudnn", {"has_sinks": True}, "attention sinks; varlen and flex do"),
         ("fa4", {"size": 512}, "heads of at most 256, the model's have 512"),
         ("fa4", {"dtype": torch.float32}, "bfloat16 or float16, not in float32"),
         ("flex", {"device": torch.device("cpu")}, "GPUs only"),

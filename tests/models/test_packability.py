@@ -124,7 +124,6 @@ def test_a_model_whose_rounding_exceeds_any_bound_is_packed(tiny):
             {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
             "differ|neighbour",
         ),
-        ("gpt_oss", {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1}, "s_aux"),
         ("doge", {}, "its own attention mask"),
         ("nemotron", {}, "keyword arguments"),
     ],

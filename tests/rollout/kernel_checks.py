@@ -191,10 +191,11 @@ for dtype, tolerance in ((torch.float32, 2e-5), (HALF, 1e-2)):
         for splits in (1, 4):
             for window, softcap in ((None, None), (7, None), (None, 5.0)):
                 args = (q, (keys, values), inputs, 0.3, window, softcap)
-                ours, theirs = attention.decode_attention(*args, splits), reference.decode_attention(*args)
-                check(
-                    f"attention {kind} splits {splits} window {window} cap {softcap}", ours, theirs, tolerance
-                )
+                for sink in (None, randn(heads, dtype=dtype) * 3):
+                    ours = attention.decode_attention(*args, splits, sink=sink)
+                    theirs = reference.decode_attention(*args, sink=sink)
+                    name = f"splits {splits} window {window} cap {softcap} sink {sink is not None}"
+                    check(f"attention {kind} {name}", ours, theirs, tolerance)
 
         # Rows 1 to 4 share twenty blocks (more than a tile), the last two three others; row 0 shares none; two rows are
         # not active.
@@ -213,9 +214,10 @@ for dtype, tolerance in ((torch.float32, 2e-5), (HALF, 1e-2)):
             for splits in (1, 4):
                 for softcap in (None, 5.0):
                     args = (q, (keys, values), together, 0.3, None, softcap)
+                    sink = None if softcap else randn(heads, dtype=dtype)
                     ours, theirs = (
-                        attention.decode_attention(*args, splits),
-                        reference.decode_attention(*args),
+                        attention.decode_attention(*args, splits, sink=sink),
+                        reference.decode_attention(*args, sink=sink),
                     )
                     check(f"shared attention {kind} splits {splits} cap {softcap}", ours, theirs, tolerance)
             if len(sharing) == 3:

@@ -34,6 +34,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3TextConfig", {"head_dim": 16, "sliding_window": 70, "query_pre_attn_scalar": 16}),
     "qwen3_moe": ("Qwen3MoeConfig", MOE),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gpt_oss": (
+        "GptOssConfig",
+        {"head_dim": 16, "sliding_window": 12, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
 }
 SAMPLING = SamplingParams(max_tokens=40, temperature=0.9, ignore_eos=True)
 
@@ -49,6 +53,9 @@ def exact_model(name: str, seed: int = 0) -> Any:
         for weight in model.parameters():
             if weight.dim() > 1:
                 weight.mul_(4.0)
+        for layer in model.model.layers:
+            if hasattr(layer.self_attn, "sinks"):
+                layer.self_attn.sinks.normal_()
     assert use_verl_attention(model)
     use_exact(model, CPU, torch.float32)
     return model
@@ -201,25 +208,26 @@ def test_the_last_elements_are_computed_as_the_others(function: Any) -> None:
         assert torch.equal(_by_element(function, x[:size]), whole[:size])
 
 
-@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize(("softcap", "has_sinks"), [(None, False), (5.0, False), (None, True)])
 @pytest.mark.parametrize("window", [None, 30])
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (7, 7), (130, 130), (3, 100), (65, 128)])
 def test_attention_and_its_gradients_are_those_of_the_definition(
-    queries: int, keys: int, window: int | None, softcap: float | None
+    queries: int, keys: int, window: int | None, softcap: float | None, has_sinks: bool
 ) -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, h, n, 8, requires_grad=True) for h, n in ((6, queries), (2, keys), (2, keys)))
-    call = AttentionCall(q, k, v, None, window, softcap)
+    inputs = [q, k, v, *([torch.randn(6, requires_grad=True)] if has_sinks else [])]
+    call = AttentionCall(q, k, v, None, window, softcap, sink=inputs[3] if has_sinks else None)
     ours, theirs = exact_attention(call), dense_attention(call)
     torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=1e-5)
     grad = torch.randn_like(ours)
     for a, b in zip(
-        torch.autograd.grad(ours, (q, k, v), grad), torch.autograd.grad(theirs, (q, k, v), grad), strict=True
+        torch.autograd.grad(ours, inputs, grad), torch.autograd.grad(theirs, inputs, grad), strict=True
     ):
         torch.testing.assert_close(a, b, atol=5e-6, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["llama_odd", "gemma2", "mixtral"])
+@pytest.mark.parametrize("name", ["llama_odd", "gemma2", "mixtral", "gpt_oss"])
 def test_gradients_are_those_of_the_ordinary_passes(name: str) -> None:
     model = exact_model(name)
     ids, ones = torch.tensor(prompts_of(40, 40)), torch.ones(2, 40, dtype=torch.long)

@@ -24,6 +24,7 @@ NAMES = [
     "phi",
     "phi3",
     "qwen3_moe",
+    "gpt_oss",
 ]
 
 

@@ -47,8 +47,8 @@ def test_a_state_beside_the_cache_is_noticed(
 @pytest.mark.parametrize(
     ("architecture", "reason"),
     [
-        ("gpt_oss", "s_aux"),
-        ("mimo_v2_flash", "s_aux"),
+        ("deepseek_v4", "caches more than keys and values"),
+        ("hy_v4", "more than queries, keys and values .indices"),
         ("diffllama", "call their attention more than once|does not call its attention through"),
         ("lfm2", "log-probs differ"),
         ("granitemoehybrid", "log-probs differ"),

@@ -34,6 +34,10 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3MoeConfig",
         {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
     ),
+    "gpt_oss": (
+        "GptOssConfig",
+        {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 12},
+    ),
 }
 
 
@@ -49,6 +53,8 @@ def build_model(name: str, seed: int = 0, **changes: Any) -> Any:
         for weight_name, weight in model.named_parameters():
             if weight.dim() > 1:
                 weight.mul_(4.0)
+            elif "sinks" in weight_name:
+                weight.normal_()
             elif "bias" in weight_name:
                 weight.normal_(0, 0.1)
     return model.eval()

@@ -9,7 +9,6 @@ Shapes: H query heads, K key/value heads, N tokens of the pack, D head size.
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from verl.models.torch_attention import gated, varlen_attention, written_attention
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +53,13 @@ class AttentionCall(NamedTuple):
     softcap: float | None = None
     layer: int = 0
     asked: Backend = "auto"  # the key `model.attention_backend`, or "exact" (`verl.models.exact`)
+    sink: torch.Tensor | None = None
+    """[H]: one more score of each query (`verl.models.torch_attention`)."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether torch's fused attention computes it."""
+        return self.softcap is None and self.sink is None
 
     def on(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> AttentionCall:
         """The same attention of other tensors."""
@@ -66,7 +74,10 @@ class AttentionCall(NamedTuple):
         """The kernel for it in a pack of so many sequences of at most `longest` keys; `uniform`: all have one length.
         Without these it does not depend on them."""
         sizes = (self.q.shape[-1], self.v.shape[-1])
-        own = choose_backend(self.q.is_cuda, self.q.dtype, sizes, uniform, self.window, self.softcap)
+        has_sinks = self.sink is not None
+        own = choose_backend(
+            self.q.is_cuda, self.q.dtype, sizes, uniform, self.window, self.softcap, has_sinks
+        )
         half = self.q.dtype in (torch.bfloat16, torch.float16)
         if not (self.q.is_cuda and half) or is_in_torch_dispatch_mode():
             return own
@@ -92,12 +103,13 @@ def _attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     verl_attn: AttentionContext | None = None,
     **other: Any,
 ) -> tuple[torch.Tensor, None]:
     observer = _observer.get()
     if observer is not None:
-        named = {**other, "sliding_window": sliding_window, "verl_attn": verl_attn}
+        named = {**other, "sliding_window": sliding_window, "s_aux": s_aux, "verl_attn": verl_attn}
         return observer.attend(module, q, k, v, attention_mask, named), None
     if verl_attn is None:
         raise RuntimeError(
@@ -105,7 +117,8 @@ def _attention(
             "model.set_attn_implementation('sdpa')"
         )
     asked, layer = asked_backend(module), getattr(module, "layer_idx", None) or 0
-    return verl_attn.attend(AttentionCall(q, k, v, scaling, sliding_window, softcap, layer, asked)), None
+    call = AttentionCall(q, k, v, scaling, sliding_window, softcap, layer, asked, s_aux)
+    return verl_attn.attend(call), None
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
@@ -234,9 +247,13 @@ class PackedAttention:
         (q, k, v), mask = call[:3], self._flex_mask(call.window, call.q.device)
         score_mod = softcap_mod(float(call.softcap), q.device) if call.softcap is not None else None
         grouped = q.shape[1] != k.shape[1]
-        out = compiled_flex()(
-            q, k, v, score_mod=score_mod, block_mask=mask, scale=call.scaling, enable_gqa=grouped
-        )
+        options: dict[str, Any] = {"scale": call.scaling, "enable_gqa": grouped}
+        if call.sink is not None:
+            from torch.nn.attention.flex_attention import AuxRequest
+
+            options["return_aux"] = AuxRequest(lse=True)
+        found: Any = compiled_flex()(q, k, v, score_mod=score_mod, block_mask=mask, **options)
+        out: torch.Tensor = found if call.sink is None else gated(found[0], found[1].lse, call.sink)
         return out.transpose(1, 2)
 
     def _flex_mask(self, window: int | None, device: torch.device) -> Any:
@@ -280,21 +297,24 @@ def choose_backend(
     uniform: bool,
     window: int | None,
     softcap: float | None,
+    has_sinks: bool = False,
 ) -> Backend:
     """The kernel for a pack with heads of `sizes` (keys, values); `uniform`: all its sequences have one length.
 
     The varlen kernel is torch's fastest for a ragged pack in half precision, and its only one that knows a sliding
     window without a mask of length times length. A pack of sequences of one length is an ordinary batch, for which the
     dense kernels are at least as good. FlexAttention serves soft-capping; float32 and large heads go by runs of one
-    length. (`verl.models.attention_backends` has the kernels of other packages.)"""
+    length. Sinks need a kernel that returns its log-sum-exp. (`verl.models.attention_backends` has the kernels of other
+    packages.)"""
     # FlexAttention cannot compile inside a dispatch mode (`float32_arithmetic`).
     if not on_cuda or is_in_torch_dispatch_mode():
         return "sdpa"
     if softcap is not None:
         return "flex"
     if dtype not in (torch.bfloat16, torch.float16) or max(sizes) > _LARGEST_FLASH_HEAD:
-        return "sdpa"
-    return "sdpa" if uniform and window is None and sizes[0] == sizes[1] else "varlen"
+        return "flex" if has_sinks else "sdpa"
+    dense = uniform and window is None and sizes[0] == sizes[1] and not has_sinks
+    return "sdpa" if dense else "varlen"
 
 
 def dense_attention(call: AttentionCall) -> torch.Tensor:
@@ -302,10 +322,12 @@ def dense_attention(call: AttentionCall) -> torch.Tensor:
     last query sees the last key."""
     if call.asked in DENSE:
         return DENSE[call.asked](call)
-    q, k, v, scaling, window, softcap, *_ = call
+    q, k, v, scaling, window, *_ = call
     length, before = q.shape[2], k.shape[2] - q.shape[2]
-    if softcap is not None:
-        return _softcapped_attention(call, softcap)
+    if not call.plain:
+        groups = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        return _by_blocks(call.on(q, k, v), written_attention)
     windowed = window is not None and window < length
     grouped = q.shape[1] != k.shape[1]
     flash = q.dtype != torch.float32 and q.shape[-1] == v.shape[-1] <= _LARGEST_FLASH_HEAD and not windowed
@@ -321,19 +343,26 @@ def dense_attention(call: AttentionCall) -> torch.Tensor:
         return F.scaled_dot_product_attention(
             q, k, v, is_causal=length > 1, scale=scaling, enable_gqa=grouped
         )
-    parts = []
-    for start in range(0, length, step := max(window, _FEWEST_QUERIES)):
-        # These queries with the keys their windows reach: the mask grows with the length, not with its square.
-        stop, first = min(start + step, length), max(start - window + 1, 0)
-        position = torch.arange(first, stop, device=q.device)
-        behind = position[start - first :, None] - position
-        mask = (behind >= 0) & (behind < window)
-        q_part, k_part, v_part = q[:, :, start:stop], k[:, :, first:stop], v[:, :, first:stop]
-        parts.append(
-            F.scaled_dot_product_attention(
-                q_part, k_part, v_part, attn_mask=mask, scale=scaling, enable_gqa=grouped
-            )
-        )
+
+    def fused(part: AttentionCall, mask: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(*part[:3], attn_mask=mask, scale=scaling, enable_gqa=grouped)
+
+    return _by_blocks(call.on(q, k, v), fused)
+
+
+def _by_blocks(
+    call: AttentionCall, attend: Callable[[AttentionCall, torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """`attend` with a mask, for some queries at a time and the keys that they see: what is in memory grows with the
+    length where there is a window, not with its square."""
+    (q, k, v), window = call[:3], call.window
+    length, before, parts = q.shape[2], k.shape[2] - q.shape[2], []
+    for start in range(0, length, step := max(window or 0, _FEWEST_QUERIES)):
+        stop = min(start + step, length)
+        first = 0 if window is None else max(before + start - window + 1, 0)
+        keys = slice(first, before + stop)
+        part = call.on(q[:, :, start:stop], k[:, :, keys], v[:, :, keys])
+        parts.append(attend(part, _band(stop - start, window, q.device, before + start - first)))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
@@ -342,18 +371,6 @@ def _band(length: int, window: int | None, device: torch.device, before: int = 0
     offset = torch.arange(before + length, device=device)
     behind = offset[before:, None] - offset[None, :]
     return (behind >= 0) if window is None else (behind >= 0) & (behind < window)
-
-
-def _softcapped_attention(call: AttentionCall, softcap: float) -> torch.Tensor:
-    q, k, v, scaling, window, *_ = call
-    groups = q.shape[1] // k.shape[1]
-    if groups > 1:
-        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scaling is None else scaling)
-    scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.masked_fill(~_band(q.shape[2], window, q.device, k.shape[2] - q.shape[2]), float("-inf"))
-    wide = torch.promote_types(scores.dtype, torch.float32)
-    return torch.softmax(scores, dim=-1, dtype=wide).to(v.dtype) @ v
 
 
 @dataclass(eq=False)
@@ -385,7 +402,7 @@ def ragged_attention(backend: Backend, call: AttentionCall, bounds: RaggedBounds
 
         out = cudnn_attention.attend(filled, bounds)
     if out is None:
-        out = _varlen_attention(filled, bounds)
+        out = varlen_attention(filled, bounds)
     return (out if out.shape[-1] == size else out[..., :size]).unsqueeze(0)
 
 
@@ -399,35 +416,6 @@ def filled_heads(call: AttentionCall) -> AttentionCall:
     scaling = size**-0.5 if wide != size and call.scaling is None else call.scaling
     q, k, v = (x if x.shape[-1] == wide else F.pad(x, (0, wide - x.shape[-1])) for x in (q, k, v))
     return call._replace(q=q, k=k, v=v, scaling=scaling)
-
-
-def _varlen_attention(call: AttentionCall, bounds: RaggedBounds) -> torch.Tensor:
-    """By torch's varlen kernel, whose signature has grown between releases: [N, H, D] each to [N, H, D]."""
-    from torch.nn.attention import varlen
-
-    known = _parameters(varlen.varlen_attn)
-    q, k, v, scaling, window, *_ = call
-    options: dict[str, Any] = {}
-    if window is None and "is_causal" in known:
-        options["is_causal"] = True
-    elif "window_size" in known:
-        options["window_size"] = (-1 if window is None else window - 1, 0)
-    else:
-        raise RuntimeError("this torch has no sliding window in its varlen attention; use the flex backend")
-    if scaling is not None and "scale" in known:
-        options["scale"] = scaling
-    elif scaling is not None:
-        q = q * (scaling * q.shape[-1] ** 0.5)
-    if q.shape[1] != k.shape[1] and "enable_gqa" in known:
-        options["enable_gqa"] = True  # earlier releases group heads without being told
-    cu_keys, longest_keys = bounds.key_side
-    out = varlen.varlen_attn(q, k, v, bounds.queries, cu_keys, bounds.longest, longest_keys, **options)
-    return cast(torch.Tensor, out)
-
-
-@lru_cache(maxsize=2)
-def _parameters(function: Callable[..., Any]) -> frozenset[str]:
-    return frozenset(inspect.signature(function).parameters)
 
 
 @lru_cache(maxsize=1)

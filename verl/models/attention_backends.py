@@ -129,12 +129,14 @@ class HeadForm(NamedTuple):
     size: int
     windowed: bool = False
     softcap: float | None = None
+    has_sinks: bool = False
 
     @staticmethod
     def of(call: AttentionCall) -> HeadForm:
         size = max(call.q.shape[-1], call.v.shape[-1])
         heads, windowed = (call.q.shape[1], call.k.shape[1]), call.window is not None
-        return HeadForm(call.q.device, call.q.dtype, *heads, size, windowed, call.softcap)
+        has_sinks = call.sink is not None
+        return HeadForm(call.q.device, call.q.dtype, *heads, size, windowed, call.softcap, has_sinks)
 
 
 def backend_fault(name: Backend, form: HeadForm) -> str | None:
@@ -149,6 +151,8 @@ def backend_fault(name: Backend, form: HeadForm) -> str | None:
         return f"its kernels have heads of at most {_LARGEST_HEAD}, the model's have {form.size}"
     if form.softcap is not None and name != "fa4":
         return "it does not cap scores as the model does; fa4 and flex do"
+    if form.has_sinks and name != "varlen":
+        return "it does not compute the model's attention sinks; varlen and flex do"
     if name == "varlen":
         return None
     if name not in installed_backends():

@@ -219,7 +219,7 @@ _PRODUCTS: dict[Any, Callable[..., Tensor | None]] = {
 def exact_attention(call: AttentionCall) -> Tensor:
     """Causal attention of [rows, H, L, D] in which the last query sees the last key."""
     if torch.is_grad_enabled():
-        return _Attention.apply(*call[:3], call)  # type: ignore[no-any-return]
+        return _Attention.apply(*call[:3], call.sink, call)  # type: ignore[no-any-return]
     return _attention(call)
 
 
@@ -228,8 +228,10 @@ DENSE["exact"] = exact_attention
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
-        ctx.save_for_backward(q, k, v)
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: AttentionCall
+    ) -> Tensor:
+        ctx.save_for_backward(q, k, v, *([] if sink is None else [sink]))
         ctx.call = call._replace(asked="auto")
         return _attention(call)
 
@@ -237,8 +239,10 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         with torch.enable_grad():
             inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
-            out = dense_attention(ctx.call.on(*inputs))
-        return (*torch.autograd.grad(out, inputs, grad), None)
+            q, k, v, *sink = inputs
+            out = dense_attention(ctx.call.on(q, k, v)._replace(sink=sink[0] if sink else None))
+        found = torch.autograd.grad(out, inputs, grad)
+        return (*found, None) if sink else (*found, None, None)
 
 
 def _attention(call: AttentionCall) -> Tensor:
@@ -304,6 +308,10 @@ def _blocks(call: AttentionCall, lengths: int | Tensor) -> Tensor:
         total[:, seeing].mul_(shrink).add_(weights.sum(-1, keepdim=True))
         out[:, seeing].mul_(shrink).add_(torch.bmm(weights, v_block))
         top[:, seeing] = now
+    if call.sink is not None:
+        sink = call.sink.view(kv_heads, 1, groups).expand(batch, kv_heads, queries, groups)
+        sink = F.pad(sink.reshape(batch * kv_heads, -1, 1), (0, 0, 0, count - queries * groups))
+        total = total + (sink - top).exp_()
     out = (out / total)[:, : queries * groups].unflatten(0, (batch, kv_heads)).unflatten(2, (queries, groups))
     return out.transpose(2, 3).flatten(1, 2)
 

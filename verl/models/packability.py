@@ -100,7 +100,7 @@ class ObservedCall:
     custom_mask: bool
     """Whether the layer built the mask tensor itself."""
     tensors: tuple[str, ...]
-    """Names of keyword arguments that hold tensors and mean something we do not implement (sinks, biases, indices)."""
+    """Names of keyword arguments that hold tensors and mean something we do not implement (biases, indices)."""
     has_context: bool
 
 
@@ -130,6 +130,8 @@ def attention_calls(model: nn.Module, backbone: nn.Module) -> list[ObservedCall]
             storage = mask_tensor.untyped_storage().data_ptr()
             known = next((f for marker, f in masks if marker.untyped_storage().data_ptr() == storage), None)
         others = {name for name, value in named.items() if isinstance(value, torch.Tensor)} - _HARMLESS
+        if named["s_aux"] is not None and named["s_aux"].shape == (q.shape[1],):
+            others.remove("s_aux")  # attention sinks
         layer = getattr(module, "layer_idx", None)
         calls.append(
             ObservedCall(
@@ -164,6 +166,8 @@ def attention_fault(calls: Sequence[ObservedCall], config: Any) -> str | None:
     others = sorted({name for call in calls for name in call.tensors})
     if others:
         return f"its attention takes more than queries, keys and values ({', '.join(others)})"
+    if (own := _own_cache(config)) is not None:
+        return own
     longest = min(int(getattr(config, "max_position_embeddings", None) or _LONGEST), _LONGEST)
     for call in calls:
         if call.custom_mask:
@@ -171,6 +175,21 @@ def attention_fault(calls: Sequence[ObservedCall], config: Any) -> str | None:
         if call.mask is not None and not _same_mask(call, longest):
             window = "" if call.sliding_window is None else f" within {call.sliding_window} tokens"
             return f"layer {call.layer} masks attention otherwise than causally{window}"
+    return None
+
+
+def _own_cache(config: Any) -> str | None:
+    """Which layer caches what the model defines itself, such as keys that each stand for many tokens: few tokens do
+    not show them."""
+    from transformers import DynamicCache
+
+    try:
+        layers = DynamicCache(config=config).layers
+    except FAULTS:  # transformers' cache does not know it
+        return None
+    for index, layer in enumerate(layers):
+        if type(layer).__module__ != DynamicCache.__module__:
+            return f"layer {index} caches more than keys and values ({type(layer).__name__})"
     return None
 
 

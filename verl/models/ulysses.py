@@ -106,7 +106,8 @@ class UlyssesAttention:
             q, k, v = self._to_heads([q, k, v])
         else:
             (q, k), (v,) = self._to_heads([q, k]), self._to_heads([v])
-        out = self.whole.attend(call.on(q, k, v))
+        sink = None if call.sink is None else call.sink.chunk(size)[self.sequence.rank]
+        out = self.whole.attend(call.on(q, k, v)._replace(sink=sink))
         parts = _Exchange.apply(out[0].unflatten(0, (size, -1)), self.sequence.group)  # [P, n, H/P, D]
         return parts.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 

@@ -195,9 +195,9 @@ class PagedAttention:
 
 def _chunk(call: AttentionCall) -> torch.Tensor:
     """The last tokens of one sequence, with all of its keys."""
-    q_1HND, k_1KLD, v_1KLD, scaling, window, softcap, *_ = call
+    q_1HND, k_1KLD, v_1KLD, scaling, window, *_ = call
     count, length, groups = q_1HND.shape[2], k_1KLD.shape[2], q_1HND.shape[1] // k_1KLD.shape[1]
-    if count == length and softcap is None and (window is None or window >= length):
+    if count == length and call.plain and (window is None or window >= length):
         return F.scaled_dot_product_attention(
             q_1HND, k_1KLD, v_1KLD, is_causal=True, scale=scaling, enable_gqa=groups > 1
         )

@@ -202,9 +202,9 @@ class _PaddedBatch:
         groups = q.shape[1] // k.shape[1]
         q_PHAD = q[0][:, self.queries_PA].transpose(0, 1)
         k_PHBD, v_PHBD = (x[0][:, self.keys_PB].transpose(0, 1).repeat_interleave(groups, 1) for x in (k, v))
-        # Capped scores are written to memory: few chunks at a time keep them small.
+        # Scores that are capped or have sinks are written to memory: few chunks at a time keep them small.
         scores = q_PHAD[0, ..., 0].numel() * k_PHBD.shape[2]
-        step = len(q_PHAD) if call.softcap is None else max(_SCORES // scores, 1)
+        step = len(q_PHAD) if call.plain else max(_SCORES // scores, 1)
         split = [x.split(step) for x in (q_PHAD, k_PHBD, v_PHBD, self._masks[window])]
         parts = [
             dot_product_attention(call.on(part_q, part_k, part_v), mask)
@@ -229,4 +229,5 @@ class DecodeAttention:
         self.ops.write_cache(k[0].transpose(0, 1), v[0].transpose(0, 1), cache, self._slots)
         scale = q.shape[-1] ** -0.5 if call.scaling is None else call.scaling
         q_MHD = q[0].transpose(0, 1).contiguous()
-        return self.ops.decode_attention(q_MHD, cache, self.inputs, scale, call.window, call.softcap)[None]
+        options = (scale, call.window, call.softcap)
+        return self.ops.decode_attention(q_MHD, cache, self.inputs, *options, sink=call.sink)[None]

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from verl.models.attention import AttentionCall
+from verl.models.torch_attention import attention_weights, written_attention
 from verl.rollout.sampling import invert_cdf, uniform
 
 FP8_TYPE = torch.float8_e4m3fn
@@ -64,15 +65,10 @@ def decode_slots(rows: DecodeInputs, block_size: int, blocks: int) -> Tensor:
 
 
 def dot_product_attention(call: AttentionCall, mask: Tensor | None) -> Tensor:
-    """SDPA, or its plain form where scores are capped."""
-    q, k, v, scaling, _, softcap, *_ = call
-    if softcap is None:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
-    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scaling is None else scaling)
-    scores = torch.tanh(scores / softcap) * softcap
-    if mask is not None:
-        scores = scores + mask
-    return torch.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype) @ v
+    """SDPA, or its plain form where scores are capped or have sinks."""
+    if call.plain:
+        return F.scaled_dot_product_attention(*call[:3], attn_mask=mask, scale=call.scaling)
+    return written_attention(call, mask)
 
 
 class TorchOps:
@@ -163,7 +159,9 @@ class TorchOps:
         scale: float,
         window: int | None,
         softcap: float | None,
+        sink: Tensor | None = None,
     ) -> Tensor:
+        """`sink` [heads]: one more score of each query."""
         _, kv_heads, block_size, dim = cache[0].shape
         count, heads, _ = q.shape
         length = torch.where(rows.active.bool(), rows.positions + 1, 0)[:, None]
@@ -177,7 +175,7 @@ class TorchOps:
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
         scores = scores.masked_fill(~seen[:, None, None], float("-inf"))
-        weights = torch.softmax(scores, dim=-1).nan_to_num(0.0)
+        weights = attention_weights(scores, sink).nan_to_num(0.0)
         v = v.float().masked_fill(~seen[:, None, :, None], 0.0)
         return (weights @ v).reshape(count, heads, -1).to(q.dtype)
 

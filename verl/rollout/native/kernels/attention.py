@@ -115,12 +115,12 @@ def _shared_attention(
 @triton.jit
 def _decode_attention(
     q_ptr, keys_ptr, values_ptr, table_ptr, positions_ptr, active_ptr, out_ptr, part_ptr, peak_ptr, mass_ptr,
-    shared_ptr, shared_part_ptr, shared_peak_ptr, shared_mass_ptr,
+    shared_ptr, shared_part_ptr, shared_peak_ptr, shared_mass_ptr, sink_ptr,
     q_stride, table_stride, scale, softcap,
     KV: tl.constexpr, GROUP: tl.constexpr, GROUP_UP: tl.constexpr, DIM: tl.constexpr, DIM_UP: tl.constexpr,
     V_DIM: tl.constexpr, V_DIM_UP: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
-    SHARED_SPLITS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
-    EARLY: tl.constexpr
+    SHARED_SPLITS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINK: tl.constexpr,
+    PRECISION: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
     wait_for_inputs(EARLY)
     row = tl.program_id(0).to(tl.int64)
@@ -170,6 +170,9 @@ def _decode_attention(
     )  # fmt: skip
 
     if SPLITS == 1:
+        if SINK:
+            sink = tl.load(sink_ptr + head * GROUP + members, mask=members < GROUP, other=0.0).to(tl.float32)
+            mass += tl.exp2(sink * 1.4426950408889634 - peak)
         out = acc / tl.where(mass == 0, 1.0, mass)[:, None]
         slot = row * (KV * GROUP) + head * GROUP + members
         out_offsets = slot[:, None] * V_DIM + v_columns[None, :]
@@ -187,10 +190,12 @@ def _join_splits(
     peak_ptr,
     mass_ptr,
     out_ptr,
+    sink_ptr,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     DIM_UP: tl.constexpr,
     SPLITS: tl.constexpr,
+    SINK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     wait_for_inputs(EARLY)
@@ -206,6 +211,8 @@ def _join_splits(
     inside = (columns < DIM)[None, :]
     parts = tl.load(part_ptr + slots[:, None] * DIM + columns[None, :], mask=inside, other=0.0)
     total = tl.sum(masses * weights, 0)
+    if SINK:
+        total += tl.exp2(tl.load(sink_ptr + head).to(tl.float32) * 1.4426950408889634 - top)
     out = tl.sum(parts * weights[:, None], 0) / tl.where(total == 0, 1.0, total)
     offsets = (row * HEADS + head) * DIM + columns
     tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=columns < DIM)
@@ -234,8 +241,10 @@ def decode_attention(
     softcap: float | None,
     splits: int | None = None,
     settings: dict[str, int] | None = None,
+    sink: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q [M, heads, dim] (unit strides within a row) against the blocks of each row; returns [M, heads, value size].
+    `sink` [heads]: one more score of each query, added to the mass when all parts are together.
 
     `splits` and `settings` (tile and launch settings) are chosen by the shape unless given."""
     keys, values = cache
@@ -292,8 +301,10 @@ def decode_attention(
             num_stages=stages,
         )
     parts = parts_of(splits if splits > 1 else 0)
+    sinks = out if sink is None else sink
     _decode_attention[(rows, kv_heads, splits)](
         *(q, keys, values, inputs.table, inputs.positions, inputs.active, out, *parts, shared, *shared_parts),
+        sinks,
         *numbers,
         **sizes,
         **settings,
@@ -301,10 +312,12 @@ def decode_attention(
         SPLITS=splits,
         SHARED_SPLITS=shared_splits,
         WINDOW=int(window or 0),
+        SINK=sink is not None,
     )
     if splits > 1:
         joined = {"HEADS": heads, "DIM": value_dim, "DIM_UP": value_dim_up, "SPLITS": splits}
-        _join_splits[(rows, heads)](*parts, out, **joined, **early_launch(q.device), num_warps=1)
+        joined["SINK"] = sink is not None
+        _join_splits[(rows, heads)](*parts, out, sinks, **joined, **early_launch(q.device), num_warps=1)
     return out
 
 
