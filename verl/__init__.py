@@ -25,6 +25,8 @@ _HOMES = {
     "SFTConfig": "verl.config.trl_arguments",
     "DPOTrainer": "verl.trainer.offline_api",
     "DPOConfig": "verl.config.trl_arguments",
+    "KTOTrainer": "verl.trainer.offline_api",
+    "KTOConfig": "verl.config.trl_arguments",
     "RewardTrainer": "verl.trainer.offline_api",
     "RewardConfig": "verl.config.trl_arguments",
     "Session": "verl.trainer.session",
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from verl.config.trl_arguments import (
         DPOConfig,
         GRPOConfig,
+        KTOConfig,
         PPOConfig,
         RewardConfig,
         RLOOConfig,
@@ -49,7 +52,7 @@ if TYPE_CHECKING:
     )
     from verl.data.proto import DataProto
     from verl.trainer.api import GRPOTrainer, PPOTrainer, RLOOTrainer, TrainingConfig
-    from verl.trainer.offline_api import DPOTrainer, RewardTrainer, SFTTrainer
+    from verl.trainer.offline_api import DPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer
     from verl.trainer.session import Session
 
 

@@ -155,7 +155,7 @@ def test_a_line_written_as_elsewhere_is_answered_with_how_it_is_written_here(
             "algorithm.adv_estimator=dpo",
             "`verl dpo algorithm.loss=dpo`. With a reward instead of pairs: recipe=online_dpo",
         ),
-        ("algorithm.adv_estimator=kto", "kto learns from preference pairs: `verl dpo algorithm.loss=kto`"),
+        ("algorithm.adv_estimator=kto", "kto learns from judged answers: `verl dpo algorithm.loss=kto`"),
         ("algorithm.adv_estimator=dapo", "dapo is a recipe: give recipe=dapo instead"),
         ("algorithm.adv_estimator=REINFORCE++", "Did you mean reinforce_plus_plus"),
         ("actor_rollout_ref.rollout.name=VLLM", "Did you mean vllm"),

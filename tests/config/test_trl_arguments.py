@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from verl import DPOConfig, GRPOConfig, PPOConfig, RewardConfig, RLOOConfig, SFTConfig
+from verl import DPOConfig, GRPOConfig, KTOConfig, PPOConfig, RewardConfig, RLOOConfig, SFTConfig
 from verl.config.keys import get, schema_keys, trl_names
 from verl.config.load import from_dict
 from verl.errors import ConfigError
 
-KINDS: list[Any] = [GRPOConfig, RLOOConfig, PPOConfig, SFTConfig, DPOConfig, RewardConfig]
+KINDS: list[Any] = [GRPOConfig, RLOOConfig, PPOConfig, SFTConfig, DPOConfig, KTOConfig, RewardConfig]
 SAMPLES: dict[str, Any] = {
     "adam_beta1": 0.8, "adam_beta2": 0.9, "bf16": True, "fp16": True, "fsdp": "full_shard offload", "fsdp_config": {},
     "generation_batch_size": 8, "greater_is_better": False, "importance_sampling_level": "sequence",
@@ -37,7 +37,11 @@ def values_of(args: Any) -> dict[str, Any]:
 
 def sample(kind: Any, name: str) -> Any:
     if name in SAMPLES:
-        other = {(DPOConfig, "loss_type"): "ipo", (SFTConfig, "metric_for_best_model"): "eval_loss"}
+        other = {
+            (DPOConfig, "loss_type"): "ipo",
+            (KTOConfig, "loss_type"): "kto",
+            (SFTConfig, "metric_for_best_model"): "eval_loss",
+        }
         return other.get((kind, name), SAMPLES[name])
     keys = schema_keys(kind.kind)
     (key, *_) = [keys[each] for each in trl_names()["keys"][name] if each in keys]

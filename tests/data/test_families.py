@@ -13,7 +13,8 @@ from verl.agents.templates import ChatTurns
 from verl.config.schema import PreferenceDataConfig, SFTDataConfig
 from verl.data.chat import ChatFormat
 from verl.data.files import Rows
-from verl.data.offline_dataset import PreferenceDataset, SFTDataset
+from verl.data.offline_dataset import SFTDataset
+from verl.data.preference_dataset import PreferenceDataset
 
 Message = dict[str, Any]
 words = st.lists(

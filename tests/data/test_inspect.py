@@ -70,6 +70,10 @@ def test_fine_tuning_rows(run: Callable, model: str, tmp_path: Path, write_jsonl
     )
     pair = {"prompt": "p", "chosen": "c", "rejected": "r"}
     assert "preference pairs" in run(write_jsonl(tmp_path / "f.jsonl", [pair]), "--model", model)[1]
+    labelled = {"prompt": "p", "completion": "cc", "label": True}
+    status, text = run(write_jsonl(tmp_path / "k.jsonl", [labelled]), "--model", model)
+    assert status == 0 and "answers with a label" in text
+    assert "full length in tokens: mean 4" in text and "learned from length in tokens: mean 3" in text
 
 
 def test_pairs_are_read_as_the_trainer_reads_them(

@@ -17,7 +17,8 @@ from verl.config.schema import DataConfig, PreferenceDataConfig, RewardDataConfi
 from verl.data.chat import ChatFormat
 from verl.data.files import Rows, read_rows
 from verl.data.messages import after_prompt, is_conversation, read_messages
-from verl.data.offline_dataset import PreferenceDataset, SFTDataset
+from verl.data.offline_dataset import SFTDataset
+from verl.data.preference_dataset import PreferenceDataset, RewardDataset
 from verl.data.prepare.recipes import preference, sft_chat
 from verl.data.rl_dataset import RLDataset
 from verl.errors import DataError
@@ -137,10 +138,10 @@ def sft_text(tokenizer: Any, row: dict[str, Any]) -> str:
     return tokenizer.decode(SFTDataset(config, Rows.from_list([row]), tokenizer)[0].input_ids)
 
 
-def pair_text(tokenizer: Any, row: dict[str, Any], use: Any = "pairs") -> str:
-    kind = RewardDataConfig if use == "reward" else PreferenceDataConfig
-    config = kind(train_files=["unused"], max_length=10_000)
-    item = PreferenceDataset(config, Rows.from_list([row]), tokenizer, use=use)[0]
+def pair_text(tokenizer: Any, row: dict[str, Any], kind: Any = PreferenceDataset) -> str:
+    section = RewardDataConfig if kind is RewardDataset else PreferenceDataConfig
+    config = section(train_files=["unused"], max_length=10_000)
+    item = kind(config, Rows.from_list([row]), tokenizer)[0]
     return tokenizer.decode(item.rows[0][0]).removesuffix("\n<pad>")
 
 
@@ -161,9 +162,9 @@ def test_every_command_reads_a_prompt_as_the_same_text(
     assert sft_text(tokenizer, {"prompt": prompt, "response": answer}) == wanted
     assert sft_text(tokenizer, {"messages": form([*before, ANSWER])}) == wanted
     row = {"prompt": prompt, "chosen": answer, "rejected": "bad"}
-    assert pair_text(tokenizer, row) == pair_text(tokenizer, row, "reward") == wanted
+    assert pair_text(tokenizer, row) == pair_text(tokenizer, row, RewardDataset) == wanted
     whole = {"chosen": form([*before, ANSWER]), "rejected": form([*before, {**ANSWER, "content": "bad"}])}
-    assert pair_text(tokenizer, whole) == pair_text(tokenizer, whole, "reward") == wanted
+    assert pair_text(tokenizer, whole) == pair_text(tokenizer, whole, RewardDataset) == wanted
     assert pair_text(tokenizer, {**whole, "prompt": prompt}) == wanted
     assert wanted == rl_text(tokenizer, prompt) + answer + "<|im_end|>"
     prepared = sft_chat({"prompt": prompt, "response": answer}, 0, "train")
@@ -351,12 +352,12 @@ def test_a_template_that_refuses_a_row_of_a_reward_model_names_it(new_tokenizer:
     with pytest.raises(
         DataError, match=r"data.train_files: .*refuses row 0 of the given rows: no system role"
     ):
-        pair_text(new_tokenizer(template=template), row, "reward")
+        pair_text(new_tokenizer(template=template), row, RewardDataset)
 
 
 def test_a_reward_model_reads_conversations_as_it_does_when_it_scores(tokenizer: Any) -> None:
     row = {"prompt": [USER], "chosen": "a<|im_end|>b", "rejected": "c"}
     config = RewardDataConfig(train_files=["unused"], max_length=10_000, parse_special_tokens=True)
-    (ids, _), _ = PreferenceDataset(config, Rows.from_list([row]), tokenizer, use="reward")[0].rows
+    (ids, _), _ = RewardDataset(config, Rows.from_list([row]), tokenizer)[0].rows
     scored = ChatFormat(tokenizer).conversation_ids([USER, {"role": "assistant", "content": row["chosen"]}])
     assert ids.tolist()[:-1] == scored

@@ -9,17 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from verl.config.schema import RewardDataConfig
+from verl.config.schema import DPODataConfig, RewardDataConfig
 from verl.data.chat import ChatFormat
 from verl.data.files import Rows
 from verl.data.loader import Loader
-from verl.data.offline_dataset import PreferenceDataset
+from verl.data.preference_dataset import LabelledDataset, PreferenceDataset, RewardDataset
 from verl.errors import DataError
 
 
-def build(tokenizer: Any, *rows: dict[str, Any], use: Any = "pairs", **changes: Any) -> PreferenceDataset:
-    config = RewardDataConfig(**{"shuffle": False, **changes})
-    return PreferenceDataset(config, Rows.from_list(rows), tokenizer, use=use)
+def build(
+    tokenizer: Any, *rows: dict[str, Any], kind: Any = PreferenceDataset, **changes: Any
+) -> PreferenceDataset:
+    section: Any = RewardDataConfig if kind is RewardDataset else DPODataConfig
+    return kind(section(**{"shuffle": False, **changes}), Rows.from_list(rows), tokenizer)
 
 
 def learned(tokenizer: Any, side: Any) -> tuple[str, str]:
@@ -107,9 +109,9 @@ def test_a_cut_conversation_still_asks_for_its_reward(
 ) -> None:
     """Also where its end is cut off; pairs that differ only there are equal then."""
     rows = [{"prompt": "0", "chosen": chosen, "rejected": "1" * 20} for chosen in ("2" * 20, "1" * 19 + "2")]
-    whole = [item.rows[0][0][:-1].tolist() for item in build(tokenizer, *rows, use="reward").items]
+    whole = [item.rows[0][0][:-1].tolist() for item in build(tokenizer, *rows, kind=RewardDataset).items]
     kept = len(whole[0]) - 5
-    dataset = build(tokenizer, *rows, use="reward", max_length=kept + 1, truncation=truncation)
+    dataset = build(tokenizer, *rows, kind=RewardDataset, max_length=kept + 1, truncation=truncation)
     ids, mask = dataset[0].rows[0]
     assert mask.tolist() == [0] * kept + [1] and ids[-1] == tokenizer.pad_token_id
     if truncation == "right":
@@ -121,17 +123,25 @@ def test_a_cut_conversation_still_asks_for_its_reward(
 
 
 @pytest.mark.parametrize(
-    ("use", "cut", "pairs"),
+    ("kind", "cut", "pairs"),
     [
-        ("pairs", {"max_length": 6, "truncation": "right"}, [("123456", "123457"), ("123456", "223456")]),
-        ("reward", {"max_length": 9, "truncation": "left"}, [("0123456789", "1123456789"), ("01", "02")]),
+        (
+            PreferenceDataset,
+            {"max_length": 6, "truncation": "right"},
+            [("123456", "123457"), ("123456", "223456")],
+        ),
+        (
+            RewardDataset,
+            {"max_length": 9, "truncation": "left"},
+            [("0123456789", "1123456789"), ("01", "02")],
+        ),
     ],
 )
 def test_pairs_that_are_equal_once_they_are_cut(
-    use: Any, cut: dict, pairs: list, tokenizer: Any, caplog: pytest.LogCaptureFixture
+    kind: Any, cut: dict, pairs: list, tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = [{"prompt": "0", "chosen": chosen, "rejected": rejected} for chosen, rejected in pairs]
-    dataset = build(tokenizer, *rows, use=use, **cut)
+    dataset = build(tokenizer, *rows, kind=kind, **cut)
     assert [item.index for item in dataset.items] == [1]
     assert "1 of 2 pairs have two equal answers when cut and are left out" in caplog.text
 
@@ -161,7 +171,7 @@ def test_rows_that_cannot_be_used(tokenizer: Any, row: dict, message: str) -> No
 
 def test_half_of_a_surrogate_pair_for_a_reward_model(tokenizer: Any) -> None:
     with pytest.raises(DataError, match="row 0 of .* holds half of a surrogate pair"):
-        build(tokenizer, {"prompt": "p\ud800", "chosen": "c", "rejected": "d"}, use="reward")
+        build(tokenizer, {"prompt": "p\ud800", "chosen": "c", "rejected": "d"}, kind=RewardDataset)
 
 
 def test_a_string_prompt_before_messages(new_tokenizer: Callable) -> None:
@@ -174,17 +184,88 @@ def test_a_string_prompt_before_messages(new_tokenizer: Callable) -> None:
         build(new_tokenizer(), {**row, "prompt": [user("p")]}, apply_chat_template="never")
 
 
-def test_the_third_row_of_kto_is_this_prompt_with_the_answer_of_the_next_pair(tokenizer: Any) -> None:
-    rows = [{"prompt": p, "chosen": f"{p}+", "rejected": f"{p}-"} for p in ("aa", "b", "cc")]
-    dataset = build(tokenizer, *rows, use="kto")
-    assert [learned(tokenizer, item.rows[2]) for item in dataset.items] == [
-        ("aab+<|im_end|>", "b+<|im_end|>"),
-        ("bcc+<|im_end|>", "cc+<|im_end|>"),
-        ("ccaa+<|im_end|>", "aa+<|im_end|>"),
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": HEADER, "completion": "good"},
+        {"prompt": [user("q")], "completion": "good"},
+        {"prompt": [user("q")], "completion": [answer("good")]},
+        {"prompt": [user("q")], "completion": [user("q"), answer("good")]},
+    ],
+)
+def test_every_form_gives_the_same_labelled_answer(tokenizer: Any, row: dict) -> None:
+    other = {"prompt": "p", "completion": "x", "label": False}
+    items = build(tokenizer, {**row, "label": True}, other, kind=LabelledDataset).items
+    assert [item.label for item in items] == [True, False]
+    assert learned(tokenizer, items[0].rows[0]) == (HEADER + "good<|im_end|>", "good<|im_end|>")
+    assert learned(tokenizer, items[0].rows[1]) == (HEADER + "x<|im_end|>", "x<|im_end|>")
+    assert learned(tokenizer, items[1].rows[1]) == ("pgood<|im_end|>", "good<|im_end|>")
+
+
+def test_the_second_row_of_an_answer_is_its_prompt_with_an_answer_to_another_prompt(tokenizer: Any) -> None:
+    """Also where answers to one prompt follow each other; all answers of the next prompt take their turn."""
+    given = [("aa", "1"), ("aa", "2"), ("b", "3"), ("aa", "4"), ("b", "5"), ("c", "6")]
+    rows = [{"prompt": p, "completion": c, "label": n % 2 == 0} for n, (p, c) in enumerate(given)]
+    dataset = build(tokenizer, *rows, kind=LabelledDataset)
+    written = [learned(tokenizer, item.rows[1])[0].removesuffix("<|im_end|>") for item in dataset.items]
+    assert written == ["aa3", "aa5", "b6", "aa3", "b6", "c1"]
+    batch = dataset.batch([0, 3], ["x", "y"])
+    assert batch.meta_info["rows_together"] == 2
+    assert batch.batch["mismatched"].tolist() == [False, True] * 2
+    assert batch.batch["chosen"].tolist() == [True, True, False, False]
+    assert batch.non_tensor_batch["index"].tolist() == [0, 0, 3, 3]
+    with pytest.raises(
+        DataError, match="data.train_files: all answers are to one prompt; algorithm.loss=kto"
+    ):
+        build(tokenizer, *rows[:2], kind=LabelledDataset)
+
+
+def test_a_pair_is_two_labelled_answers(tokenizer: Any) -> None:
+    rows = [{"prompt": p, "chosen": f"{p}+", "rejected": f"{p}-"} for p in ("a", "b")]
+    dataset = build(tokenizer, *rows, {**rows[0], "rejected": "a+"}, kind=LabelledDataset)
+    assert [(learned(tokenizer, item.rows[0])[0], item.label, item.index) for item in dataset.items] == [
+        ("aa+<|im_end|>", True, 0),
+        ("aa-<|im_end|>", False, 0),
+        ("bb+<|im_end|>", True, 1),
+        ("bb-<|im_end|>", False, 1),
     ]
-    assert dataset.batch([0, 2], ["x", "y"]).meta_info["rows_together"] == 3
-    with pytest.raises(DataError, match="algorithm.loss=kto needs at least 2 pairs"):
-        build(tokenizer, rows[0], use="kto")
+    assert [learned(tokenizer, item.rows[1])[0][:3] for item in dataset.items] == ["ab+", "ab-", "ba+", "ba-"]
+
+
+@pytest.mark.parametrize(
+    ("given", "read"), [(1, True), (0, False), ("True", True), (" false ", False), (1.0, True), ("0", False)]
+)
+def test_labels(tokenizer: Any, given: Any, read: bool) -> None:
+    rows = [{"prompt": p, "completion": "x", "label": given} for p in "ab"]
+    assert [item.label for item in build(tokenizer, *rows, kind=LabelledDataset).items] == [read, read]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"label": "good"},
+            r"data.train_files: 'label' \(data.label_key\) of row 1 .* is 'good'; it must be true",
+        ),
+        ({"label": None}, "'label' .* of row 1 .* is None"),
+        ({"label": 0.5}, "'label' .* of row 1 .* is 0.5"),
+        ({"completion": 3}, "data.train_files: 'completion' of row 1 .* must be a text or messages, got int"),
+        ({"prompt": None}, "data.train_files: .*row 1"),
+        ({"completion": "x" * 99}, "1 of 2 answers are longer than data.max_length=64 tokens"),
+    ],
+)
+def test_labelled_rows_that_cannot_be_used(tokenizer: Any, change: dict, message: str) -> None:
+    rows = [{"prompt": p, "completion": "x", "label": True} for p in "ab"]
+    with pytest.raises(DataError, match=message):
+        build(tokenizer, rows[0], {**rows[1], **change}, kind=LabelledDataset, max_length=64)
+
+
+@pytest.mark.parametrize("missing", ["prompt", "completion", "label"])
+def test_the_columns_of_labelled_rows(tokenizer: Any, missing: str) -> None:
+    row = {"prompt": "p", "completion": "x", "label": True}
+    del row[missing]
+    with pytest.raises(DataError, match=rf"no column '{missing}' \(data.{missing}_key\)"):
+        build(tokenizer, row, kind=LabelledDataset)
 
 
 def test_rows_of_a_reward_model_are_read_as_it_reads_them_later(tokenizer: Any) -> None:
@@ -192,7 +273,7 @@ def test_rows_of_a_reward_model_are_read_as_it_reads_them_later(tokenizer: Any) 
         {"prompt": "q", "chosen": "good", "rejected": "bad", "margin": 2},
         {"prompt": [user("q")], "chosen": [answer("good")], "rejected": "bad", "margin": 0.5},
     ]
-    dataset = build(tokenizer, *rows, use="reward")
+    dataset = build(tokenizer, *rows, kind=RewardDataset)
     wanted = ChatFormat(tokenizer).conversation_ids([user("q"), answer("good")])
     for item in dataset.items:
         ids, mask = item.rows[0]
@@ -205,14 +286,14 @@ def test_rows_of_a_reward_model_are_read_as_it_reads_them_later(tokenizer: Any) 
 @pytest.mark.parametrize(("given", "read"), [(None, 0.0), ("", 0.0), ("1.5", 1.5), (" -2 ", -2.0), (3, 3.0)])
 def test_margins(tokenizer: Any, given: Any, read: float) -> None:
     row = {"prompt": "q", "chosen": "a", "rejected": "b", "margin": given}
-    assert build(tokenizer, row, use="reward")[0].margin == read
+    assert build(tokenizer, row, kind=RewardDataset)[0].margin == read
 
 
 @pytest.mark.parametrize("given", ["much", "nan", True, float("inf"), [1.0]])
 def test_margins_that_are_no_numbers_are_refused_by_row(tokenizer: Any, given: Any) -> None:
     row = {"prompt": "q", "chosen": "a", "rejected": "b", "margin": given}
     with pytest.raises(DataError, match=r"'margin' \(data.margin_key\) of row 0 .* must be a finite number"):
-        build(tokenizer, row, use="reward")
+        build(tokenizer, row, kind=RewardDataset)
 
 
 def test_known_reference_log_probs_come_with_the_rows(tokenizer: Any) -> None:

@@ -21,7 +21,8 @@ from verl.config.schema import DPOConfig, PPOConfig, RewardTrainingConfig, SFTCo
 from verl.data.chat import ChatFormat
 from verl.data.files import Rows
 from verl.data.messages import PROBE_TOOL
-from verl.data.offline_dataset import PreferenceDataset, SFTDataset
+from verl.data.offline_dataset import SFTDataset
+from verl.data.preference_dataset import PreferenceDataset, RewardDataset
 from verl.data.rl_dataset import RLDataset
 from verl.data.special_tokens import SpecialTokens, unmarked
 
@@ -299,8 +300,8 @@ def test_pairs(kind: str, config: Any) -> None:
     tokenizer = made(kind)
     bad = hostile(tokenizer)
     rows = [{"prompt": [say("user", text)], "chosen": text, "rejected": f"{text}a"} for text in ("ab", bad)]
-    use: Any = "pairs" if config is DPOConfig else "reward"
-    clean, dirty = PreferenceDataset(section(config), Rows.from_list(rows), tokenizer, use=use).items
+    read = PreferenceDataset if config is DPOConfig else RewardDataset
+    clean, dirty = read(section(config), Rows.from_list(rows), tokenizer).items
     for one, other in zip(clean.rows, dirty.rows, strict=True):
         assert controls(tokenizer, other[0]) == controls(tokenizer, one[0])
         assert tokenizer.decode(other[0]).count(bad.strip()) == 2

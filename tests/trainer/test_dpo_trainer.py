@@ -89,7 +89,9 @@ def digest(folder):
 @pytest.mark.parametrize("loss", LOSSES)
 def test_every_loss_raises_the_margin(model, data, tmp_path, loss):
     before = digest(model)
-    result = fit(model, data, tmp_path / "run", f"algorithm.loss={loss}", *scraping())
+    size = 16 if loss == "kto" else 8  # a pair is two answers
+    options = (f"algorithm.loss={loss}", f"data.train_batch_size={size}")
+    result = fit(model, data, tmp_path / "run", *options, *scraping())
     rows = metrics(result.folder)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert [row["verl_steps_total process=controller"] for row in scraped(result.folder)] == [1, 2, 3, 4]
@@ -122,6 +124,100 @@ def test_every_loss_raises_the_margin(model, data, tmp_path, loss):
         assert sum(scores) / 6 == pytest.approx(rows[-1][f"val/{side}_reward"])
     first = [json.loads(line) for line in (result.folder / "rollouts" / "1.jsonl").read_text().splitlines()]
     assert len(first) == 16 and all(row["score"] is None for row in first)
+
+
+def labelled(number, label):
+    """One of the answers of a pair, with its label."""
+    row = pair(number)
+    answer = {"role": "assistant", "content": row["chosen" if label else "rejected"]}
+    return {"prompt": row["prompt"], "completion": [answer], "label": label}
+
+
+@pytest.fixture(scope="module")
+def labels(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("labels")
+    write_rows([labelled(n, n % 3 > 0) for n in range(18)], folder / "train.parquet")
+    write_rows([labelled(n, n % 2 > 0) for n in range(20, 26)], folder / "val.parquet")
+    return folder
+
+
+def test_labelled_answers_raise_the_log_ratio_of_the_desirable_ones(model, labels, tmp_path):
+    """And lower that of the others, on prompts not seen in training."""
+    result = fit(model, labels, tmp_path / "run", "algorithm.loss=kto", "trainer.total_epochs=4")
+    rows = metrics(result.folder)
+    assert [row["step"] for row in rows] == list(range(1, 13))  # the last batch of an epoch has two answers
+    assert rows[-1]["val/chosen_reward"] > rows[1]["val/chosen_reward"] > 0
+    assert rows[-1]["val/rejected_reward"] < rows[1]["val/rejected_reward"]
+    assert rows[-1]["val/margin"] == pytest.approx(
+        rows[-1]["val/chosen_reward"] - rows[-1]["val/rejected_reward"]
+    )
+    assert rows[-1]["val/loss"] < rows[1]["val/loss"] and rows[-1]["val/accuracy"] > 0.5
+    samples = [
+        json.loads(row) for row in (result.folder / "validation" / "12.jsonl").read_text().splitlines()
+    ]
+    assert [(row["uid"], row["answer"]) for row in samples] == [
+        (str(number), ("rejected", "chosen")[number % 2]) for number in range(6)
+    ]
+    scores = [row["score"] for row in samples if row["answer"] == "chosen"]
+    assert sum(scores) / 3 == pytest.approx(rows[-1]["val/chosen_reward"])
+
+
+@pytest.mark.parametrize("label", [True, False])
+def test_batches_with_one_label_alone(model, tmp_path, label):
+    """They train, and measure nothing of the answers that are not there."""
+    write_rows([labelled(n, label) for n in range(8)], tmp_path / "train.parquet")
+    result = fit(model, tmp_path, tmp_path / "run", "algorithm.loss=kto", "data.val_files=[]")
+    first, last = metrics(result.folder)
+    names = {name for name in first if name.endswith(("_reward", "margin"))}
+    side = "chosen" if label else "rejected"
+    assert names == {f"train/{side}_reward"}
+    assert (last[f"train/{side}_reward"] > first[f"train/{side}_reward"]) == label
+    assert last["train/loss"] < first["train/loss"] == pytest.approx(0.5, abs=1e-5)
+
+
+def test_steps_of_kto_are_those_of_transformers_and_autograd(model, labels, tmp_path, monkeypatch):
+    """Loss, KL and gradient norm of every step from whole logits of padded rows: of the policy before the step, and of
+    the model training started from."""
+    from transformers import AutoModelForCausalLM
+
+    seen = []
+    train = PreferenceRole.train
+
+    def watched(self, batch):
+        policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        policy.load_state_dict({name: value.clone() for name, value in self.engine.weights().named_tensors()})
+        seen.append((batch.batch, policy))
+        return train(self, batch)
+
+    monkeypatch.setattr(PreferenceRole, "train", watched)
+    options = ("algorithm.desirable_weight=1.3", "algorithm.undesirable_weight=0.6", "algorithm.beta=0.5")
+    folder = fit(model, labels, tmp_path / "run", "algorithm.loss=kto", "optim.lr=3e-2", *options).folder
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+
+    def answer_log_probs(network, batch):
+        logits = network(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
+        picked = torch.log_softmax(logits, -1).gather(-1, batch["input_ids"][:, 1:, None]).squeeze(-1)
+        return (picked * batch["response_mask"][:, 1:]).sum(-1)
+
+    kls = []
+    for (batch, policy), row in zip(seen, metrics(folder), strict=True):
+        with torch.no_grad():
+            ratios = answer_log_probs(policy, batch) - answer_log_probs(reference, batch)
+        kls.append(float(ratios[1::2].mean().clamp(min=0)))
+        good = batch["chosen"][::2]
+        moved = answer_log_probs(policy, batch)[::2] - answer_log_probs(reference, batch)[::2].detach()
+        z = 0.5 * (moved - kls[-1])
+        loss = torch.where(good, 1.3 * (1 - torch.sigmoid(z)), 0.6 * (1 - torch.sigmoid(-z))).mean()
+        loss.backward()
+        norm = torch.stack([p.grad.norm() for p in policy.parameters() if p.grad is not None]).norm()
+        assert row["train/loss"] == pytest.approx(float(loss.detach()), rel=1e-4)
+        assert row["train/kl"] == pytest.approx(kls[-1], rel=1e-3, abs=1e-5)
+        assert row["train/grad_norm"] == pytest.approx(float(norm), rel=1e-3)
+        for side, rows in (("chosen", good), ("rejected", ~good)):
+            if rows.any():
+                mean = 0.5 * float(ratios[::2][rows].mean())
+                assert row[f"train/{side}_reward"] == pytest.approx(mean, rel=1e-3, abs=1e-5)
+    assert kls[0] == pytest.approx(0, abs=1e-5) and max(kls) > 0.01
 
 
 def test_the_first_step_is_that_of_plain_autograd(model, data, tmp_path, monkeypatch):
@@ -172,8 +268,9 @@ def test_micro_batches_change_nothing(model, data, tmp_path, loss):
                 assert theirs[name] == pytest.approx(mine[name], rel=2e-4, abs=2e-5), name
 
 
-def test_adapters_off_are_the_cached_reference(model, data, tmp_path):
-    lora = ("model.lora_rank=4", "optim.lr=1e-2")
+@pytest.mark.parametrize("loss", ["dpo", "kto"])
+def test_adapters_off_are_the_cached_reference(model, data, tmp_path, loss):
+    lora = ("model.lora_rank=4", "optim.lr=1e-2", f"algorithm.loss={loss}")
     cached = metrics(fit(model, data, tmp_path / "cached", *lora).folder)
     off = fit(model, data, tmp_path / "off", *lora, "algorithm.cache_reference=False")
     assert not (off.folder / CACHE_FILE).exists()

@@ -65,7 +65,8 @@ def compare(words: list[str], tmp_path: Path, *more: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", ["dpo", "kto"])
 def test_two_ranks_give_the_numbers_of_one(words, tmp_path, loss):
-    compare(words, tmp_path, f"algorithm.loss={loss}")
+    size = {"dpo": 7, "kto": 9}[loss]  # of 8 pairs, or 16 answers
+    compare(words, tmp_path, f"algorithm.loss={loss}", f"data.train_batch_size={size}")
 
 
 @pytest.mark.components

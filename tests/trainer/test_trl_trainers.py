@@ -25,6 +25,8 @@ from verl import (
     DPOTrainer,
     GRPOConfig,
     GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
     PPOConfig,
     PPOTrainer,
     RewardConfig,
@@ -301,6 +303,24 @@ def test_dpo_and_reward_models_are_trained(loaded: bool, tiny_model_dir: Path, t
         ids = torch.arange(3, 9)[None]
         with torch.no_grad():
             assert torch.allclose(scored.eval()(input_ids=ids).logits, opened.eval()(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize("form", ["labelled", "pairs"])
+def test_kto_is_trained(form: str, tiny_model_dir: Path, tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = PAIRS
+    if form == "labelled":
+        rows = [
+            {"prompt": row["prompt"], "completion": row[side], "label": side == "chosen"}
+            for row in PAIRS
+            for side in ("chosen", "rejected")
+        ]
+    args = offline_arguments(KTOConfig, tmp_path, max_steps=6, desirable_weight=1.5)
+    trainer = KTOTrainer(model=str(tiny_model_dir), args=args, train_dataset=rows, eval_dataset=rows)
+    cfg = trainer.run_config()
+    assert (cfg.algorithm.loss, cfg.algorithm.desirable_weight, cfg.algorithm.beta) == ("kto", 1.5, 0.1)
+    result = trainer.train()
+    assert result.steps == 6 and result.metrics["val/margin"] > 0
+    assert {"kl", "rewards/chosen"} <= set().union(*trainer.state.log_history)
 
 
 @pytest.mark.parametrize(("trainer", "kind"), [(RLOOTrainer, RLOOConfig), (PPOTrainer, PPOConfig)])

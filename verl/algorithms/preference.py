@@ -156,7 +156,7 @@ def pair_terms(name: str, chosen: Answers, rejected: Answers, settings: PairSett
 @register_preference_loss(
     "kto",
     needs=_REFERENCE,
-    reads=("desirable_weight", "undesirable_weight"),
+    reads=("desirable_weight", "undesirable_weight", "completion_key", "label_key"),
     compares_responses=False,
 )
 def kto_loss(

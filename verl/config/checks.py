@@ -159,7 +159,7 @@ def _meant(key: Key, value: str, names: list[str]) -> str:
         return f" {value} is a recipe: give recipe={value} instead"
     if key.last in ("adv_estimator", "loss_mode") and find_method(PREFERENCE_LOSS, value):
         online = " With a reward instead of pairs: recipe=online_dpo" if value == "dpo" else ""
-        return f" {value} learns from preference pairs: `verl dpo algorithm.loss={value}`.{online}"
+        return f" {value} learns from judged answers: `verl dpo algorithm.loss={value}`.{online}"
     close = difflib.get_close_matches(value, names, 1)
     other = _OTHER_VALUES.get(value, close[0] if close else "")
     return f" Did you mean {other}?" if other.partition(" ")[0] in names else ""

@@ -140,7 +140,7 @@ def batch_plan(
     prompts = config.data.train_batch_size
     if isinstance(config, OfflineConfig):
         micro, budget = config.data.micro_batch_size_per_gpu, config.data.max_token_len_per_gpu
-        n = 2 if isinstance(config, PreferenceConfig) else 1
+        n = 2 if isinstance(config, PreferenceConfig) and config.pairs else 1
         micro = micro and micro * n  # pairs stay together
         dynamic, mini, epochs, tokens = config.data.use_dynamic_bsz, prompts, 1, config.data.max_length
     else:

@@ -19,6 +19,7 @@ from verl.config.methods import (
     POLICY_LOSS,
     PREFERENCE_LOSS,
     builtin_names,
+    find_method,
     needed_by,
     provides,
     read_by,
@@ -197,6 +198,28 @@ class PreferenceDataConfig(OfflineDataConfig):
 
 
 @dataclass
+class DPODataConfig(PreferenceDataConfig):
+    """Pairs of answers, or for kto single ones that are judged alone."""
+
+    completion_key: str = key(
+        "completion",
+        "column with a single answer, judged by label_key: a string or messages",
+        used_if=_loss_reads,
+    )
+    label_key: str = key(
+        "label", "column with whether that answer is desirable: true or false", used_if=_loss_reads
+    )
+    train_batch_size: int = shared(
+        OfflineDataConfig,
+        "train_batch_size",
+        "pairs (kto: answers) per optimiser step; default: at most the data",
+    )
+    micro_batch_size_per_gpu: int | None = shared(
+        OfflineDataConfig, "micro_batch_size_per_gpu", "pairs (kto: answers) per pass; default: measured"
+    )
+
+
+@dataclass
 class RewardDataConfig(PreferenceDataConfig):
     """Pairs of answers, with how much better the chosen one is."""
 
@@ -227,8 +250,10 @@ class PreferenceAlgorithmConfig:
     beta: float = key(0.1, "weight of the log-ratio to the reference; orpo: of the odds ratio", gt=0)
     label_smoothing: float = key(0.0, "share of the labels that are wrong", ge=0, lt=0.5, used_if=_loss_reads)
     simpo_gamma: float = key(0.5, "margin of simpo", ge=0, used_if=_loss_reads)
-    desirable_weight: float = key(1.0, "weight of chosen answers", ge=0, used_if=_loss_reads)
-    undesirable_weight: float = key(1.0, "weight of rejected answers", ge=0, used_if=_loss_reads)
+    desirable_weight: float = key(1.0, "weight of desirable (or chosen) answers", ge=0, used_if=_loss_reads)
+    undesirable_weight: float = key(
+        1.0, "weight of undesirable (or rejected) answers", ge=0, used_if=_loss_reads
+    )
     cache_reference: bool = key(
         True,
         "compute the reference's log-probs once, before training; False: in every step, by the model without its "
@@ -335,17 +360,28 @@ class SFTConfig(OfflineConfig):
 
 @dataclass
 class PreferenceConfig(OfflineConfig):
-    """What training on pairs of answers has in common; no command of its own."""
+    """What training on judged answers has in common; no command of its own."""
 
     data: PreferenceDataConfig = section(PreferenceDataConfig, "pairs of answers")
+
+    @property
+    def pairs(self) -> bool:
+        """Whether an answer is compared with another one, not judged alone."""
+        return True
 
 
 @dataclass
 class DPOConfig(PreferenceConfig):
     """Preference training (`verl.trainer.dpo_trainer`)."""
 
+    data: DPODataConfig = section(DPODataConfig, "judged answers")
     algorithm: PreferenceAlgorithmConfig = section(PreferenceAlgorithmConfig, "the preference loss")
     optim: SFTOptimConfig = section(SFTOptimConfig, "optimiser and schedule", lr=1e-6)
+
+    @property
+    def pairs(self) -> bool:
+        loss = find_method(PREFERENCE_LOSS, self.algorithm.loss)
+        return loss is None or loss.compares_responses
 
 
 @dataclass

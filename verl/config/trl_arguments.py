@@ -260,6 +260,13 @@ class DPOArguments(TrainingArguments):
     kind = schema.DPOConfig
 
 
+class KTOArguments(TrainingArguments):
+    """Arguments of TRL's KTOConfig."""
+
+    trl_name = "KTOConfig"
+    kind = schema.DPOConfig
+
+
 class RewardArguments(TrainingArguments):
     """Arguments of TRL's RewardConfig."""
 
@@ -272,4 +279,5 @@ RLOOConfig = RLOOArguments
 PPOConfig = PPOArguments
 SFTConfig = SFTArguments
 DPOConfig = DPOArguments
+KTOConfig = KTOArguments
 RewardConfig = RewardArguments

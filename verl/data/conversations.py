@@ -257,8 +257,21 @@ def pair_rows(
         end: Any = chat.tokenizer.pad_token_id
         conversations = [chat.of_reward_models.conversation_ids([*before, *side], where) for side in sides]
         return [([*ids, end], [0] * len(ids) + [int(bool(ids))]) for ids in conversations]
+    return _one_row_each(chat, before, sides, where)
+
+
+def labelled_row(chat: ChatFormat, prompt: Any, answer: Any, where: str, key: str) -> Row:
+    """The ids of a prompt with one answer, that of column `key`."""
+    before, side = read_exchange(chat, prompt, answer, where, key)
+    return _one_row_each(chat, before, [side], where)[0]
+
+
+def _one_row_each(
+    chat: ChatFormat, before: str | Messages, sides: Sequence[Messages], where: str
+) -> list[Row]:
+    """The ids of a prompt with each of its answers."""
     encoded = encode_answers(
-        chat, [exchange_answers(chat, before, side, where) for side in sides], [where] * 2
+        chat, [exchange_answers(chat, before, side, where) for side in sides], [where] * len(sides)
     )
     if any(len(rows) > 1 for rows in encoded):
         raise DataError(

@@ -14,18 +14,19 @@ import numpy as np
 from verl.config.sections.data import CHAT_TEMPLATE_USES
 from verl.data.chat import ChatFormat
 from verl.data.columns import STRINGS, is_text, likely_column, truth_of
-from verl.data.conversations import Row, encode_answers, pair_rows, sft_answers
+from verl.data.conversations import Row, encode_answers, labelled_row, pair_rows, sft_answers
 from verl.data.files import Rows, read_rows
 from verl.data.messages import is_conversation, plain_text, read_messages
 from verl.data.tokenizer import load_tokenizer
 from verl.errors import DataError, VerlError
 
-_COLUMNS = ("prompt", "response", "messages", "tools", "chosen", "rejected")
+_COLUMNS = ("prompt", "response", "messages", "tools", "chosen", "rejected", "completion", "label")
 _KINDS = {
     "rl": "prompts for reinforcement learning (main_ppo)",
     "pair": "prompts with responses for fine-tuning (sft_trainer); as prompts alone, for reinforcement learning",
     "chat": "conversations for fine-tuning (sft_trainer), learned from at every answer",
     "preference": "preference pairs (prompt, chosen, rejected)",
+    "labelled": "answers with a label (prompt, completion, label) for preference training with kto",
 }
 
 
@@ -83,6 +84,8 @@ def kind_of(columns: Sequence[str], keys: Mapping[str, str]) -> str | None:
     """What rows with these columns are; None when no trainer takes them."""
     if keys["chosen"] in columns and keys["rejected"] in columns:
         return "preference"
+    if {keys[name] for name in ("prompt", "completion", "label")} <= set(columns):
+        return "labelled"
     if keys["messages"] in columns and (keys["response"] in columns or keys["prompt"] not in columns):
         return "chat"
     if keys["prompt"] in columns:
@@ -173,6 +176,9 @@ def _encoded(
     if kind == "preference":
         pair = {keys[name]: row.get(keys[name]) for name in ("chosen", "rejected")}
         return pair_rows(chat, row.get(keys["prompt"]), pair, where, reward=False)
+    if kind == "labelled":
+        prompt, answer = row.get(keys["prompt"]), row.get(keys["completion"])
+        return [labelled_row(chat, prompt, answer, where, keys["completion"])]
     if kind == "rl":
         _, _, ids = chat.encode_prompts([row.get(keys["prompt"])], [where])[0]
         if not ids:

@@ -138,9 +138,9 @@ def _in_cache(name: str) -> bool:
 @cache
 def _dataset(key: str, *arguments: str) -> tuple[Any, int]:
     """The dataset of the first rows, and the number of all."""
-    from verl.config.schema import PreferenceConfig, SFTConfig
+    from verl.config.schema import OfflineConfig
     from verl.data.files import Rows, read_rows
-    from verl.data.offline_dataset import PreferenceDataset, SFTDataset, use_of
+    from verl.data.preference_dataset import dataset_of
     from verl.data.rl_dataset import RLDataset
 
     cfg = _config(*arguments)
@@ -149,9 +149,7 @@ def _dataset(key: str, *arguments: str) -> tuple[Any, int]:
     # Rows without a file behind them: their lengths are not written to the cache.
     first = Rows.from_list(rows[: min(TRIED_ROWS, len(rows))], name=rows.names[0])
     settings = dataclasses.replace(cfg.data, shuffle=False)
-    kind: Any = SFTDataset if isinstance(cfg, SFTConfig) else RLDataset
-    if isinstance(cfg, PreferenceConfig):
-        kind = partial(PreferenceDataset, use=use_of(cfg))
+    kind: Any = dataset_of(cfg) if isinstance(cfg, OfflineConfig) else RLDataset
     return kind(settings, first, _tokenizer(*arguments), training=training), len(rows)
 
 

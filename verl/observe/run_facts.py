@@ -161,7 +161,8 @@ def config_class(keys: Iterable[str]) -> type[PPOConfig] | type[OfflineConfig]:
     if names & {"data.margin_key", "algorithm.margin", "algorithm.center_rewards_coefficient"}:
         return RewardTrainingConfig
     preference = {name for name in schema_keys(DPOConfig) if name.startswith("algorithm.")}
-    preference = preference - schema_keys(PPOConfig).keys() | {"data.chosen_key", "data.rejected_key"}
+    columns = {f"data.{name}_key" for name in ("chosen", "rejected", "completion", "label")}
+    preference = preference - schema_keys(PPOConfig).keys() | columns
     if names & preference:
         return DPOConfig
     offline = sections & {"model", "optim", "checkpoint"} and "algorithm" not in sections

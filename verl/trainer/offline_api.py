@@ -127,7 +127,8 @@ class DPOTrainer(SFTTrainer):
             ref_model, args = None, ref_model
         if ref_model is not None and ref_model is not model and str(ref_model) != str(model):
             raise ConfigError(
-                "DPOTrainer(ref_model=...): not available: the reference is the model as training starts; leave it out"
+                f"{type(self).__name__}(ref_model=...): not available: the reference is the model as training starts; "
+                "leave it out"
             )
         super().__init__(model, args, **more)
 
@@ -142,6 +143,13 @@ class DPOTrainer(SFTTrainer):
         prompt = commonprefix([chosen, rejected]).removesuffix(" ")  # noqa: RUF071 - of texts
         start = len(prompt)
         return {**row, "prompt": prompt, "chosen": chosen[start:], "rejected": rejected[start:]}
+
+
+class KTOTrainer(DPOTrainer):
+    """KTO on rows with `prompt`, `completion` and `label`, whether the completion is desirable; or on pairs, each of
+    which is two such rows. Arguments are those of `DPOTrainer`, with a `KTOConfig`."""
+
+    arguments: ClassVar[type[trl_arguments.TrainingArguments]] = trl_arguments.KTOConfig
 
 
 class RewardTrainer(DPOTrainer):

@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,8 @@ from verl.checkpoint import CheckpointManager
 from verl.config.model_path import vocabulary_size
 from verl.config.parallelism import world_size
 from verl.config.schema import DPOConfig, PreferenceConfig, RewardTrainingConfig
-from verl.data.offline_dataset import PreferenceDataset, SFTDataset, readable_rows, use_of
+from verl.data.offline_dataset import readable_rows
+from verl.data.preference_dataset import dataset_of
 from verl.data.tokenizer import load_tokenizer, warn_of_vocabulary
 from verl.errors import ConfigError
 from verl.observe.diagnoses import Finding, read_findings
@@ -65,9 +65,7 @@ def load_data(cfg: OfflineConfig, tokenizer: Any = None) -> OfflineData:
         path = model.tokenizer_path or model.path
         tokenizer = load_tokenizer(path, model.trust_remote_code, key="model.path")
         warn_of_vocabulary(tokenizer, vocabulary_size(model.path, model.override_config))
-    loader: Callable[..., Any] = SFTDataset.loader
-    if isinstance(cfg, PreferenceConfig):
-        loader = partial(PreferenceDataset.loader, use=use_of(cfg))
+    loader: Callable[..., Any] = dataset_of(cfg).loader
     train = loader(cfg.data, tokenizer, fit=fit_to(cfg))
     val = loader(cfg.data, tokenizer, training=False)
     if isinstance(cfg, RewardTrainingConfig):

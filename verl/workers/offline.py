@@ -34,7 +34,7 @@ from verl.workers.shard_batch import pad_rows, shard_rows
 if TYPE_CHECKING:
     from verl.config.schema import OfflineConfig, SFTModelConfig
     from verl.data.loader import Loader
-    from verl.data.offline_dataset import PreferenceDataset
+    from verl.data.preference_dataset import PreferenceDataset
     from verl.engines.base import ModelOutput, TrainEngine
 
 
@@ -43,7 +43,7 @@ class OfflineRole(ABC):
 
     kind: ClassVar[Literal["actor", "critic", "reward"]] = "actor"
     names: ClassVar[tuple[str, ...]] = ("loss",)
-    """Of the metrics of `loss`; each is a sum over the rows of the batch, divided by its counts."""
+    """Of the metrics of `loss`; each is a sum over micro-batches and shards."""
 
     def __init__(
         self,
@@ -83,8 +83,8 @@ class OfflineRole(ABC):
 
     @abstractmethod
     def evaluate(self, batch: DataProto) -> tuple[dict[str, float], torch.Tensor]:
-        """Numbers of a whole batch, added up over batches for `validation_metrics`; and a score of each row (of
-        kto's, of each but the third of a pair)."""
+        """Numbers of a whole batch, added up over batches for `validation_metrics`; and a score of each row but
+        those that answer another prompt (`mismatched`)."""
 
     @abstractmethod
     def validation_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:

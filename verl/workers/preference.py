@@ -1,7 +1,8 @@
 """Preference training: DPO and its relatives on pairs of answers, KTO on single ones.
 
 A batch holds the rows of a pair next to each other; they stay in one micro-batch, so that a pair's loss needs no second
-pass, and their common beginning is computed once. The reference's log-probs are those of the weights training starts
+pass, and their common beginning is computed once. A single answer is followed by its prompt with another answer, of
+which KTO's KL is estimated in a pass of its own. The reference's log-probs are those of the weights training starts
 from: computed once before the first step and kept in the run folder, so that there is no second model.
 """
 
@@ -28,7 +29,7 @@ from verl.algorithms.preference import (
     share_right,
 )
 from verl.config.model_path import weight_files
-from verl.data.offline_dataset import PreferenceDataset
+from verl.data.preference_dataset import PreferenceDataset
 from verl.data.proto import DataProto
 from verl.observe.metrics import Metric
 from verl.workers.offline import OfflineRole
@@ -39,6 +40,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_COUNTS = {
+    "loss": "items", "accuracy": "items", "kl": "items", "chosen_reward": "chosen", "rejected_reward": "rejected",
+}  # fmt: skip
+"""Of each metric, what its sum is divided by. `items` are pairs or single answers."""
 CACHE_FILE = "reference_log_probs.safetensors"
 _ROWS_AT_ONCE = 512
 
@@ -46,7 +51,7 @@ _ROWS_AT_ONCE = 512
 class PreferenceRole(OfflineRole):
     """The policy that learns which answers are preferred."""
 
-    names: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward")
+    names: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "chosen_reward", "rejected_reward")
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -68,7 +73,7 @@ class PreferenceRole(OfflineRole):
         afresh = self._given_model and self.cfg.trainer.resume_mode == "disable"
         known = None if afresh else _read_cache(file, key)
         if self.on_any_rank(known is None):
-            logger.info("computing the reference's log-probs of %d pairs", sum(map(len, datasets.values())))
+            logger.info("computing the reference's log-probs of %d items", sum(map(len, datasets.values())))
             known = {name: self._reference_of(dataset) for name, dataset in datasets.items()}
             if self.rank == 0:
                 save_file(known, file, metadata={"key": key})
@@ -77,7 +82,7 @@ class PreferenceRole(OfflineRole):
             dataset.reference = known[name]
 
     def _reference_of(self, dataset: PreferenceDataset) -> np.ndarray:
-        """[pairs, rows of each], by the weights the engine has now."""
+        """[items, rows of each], by the weights the engine has now."""
         found = []
         for start in range(0, len(dataset), _ROWS_AT_ONCE):
             positions = range(start, min(start + _ROWS_AT_ONCE, len(dataset)))
@@ -88,40 +93,43 @@ class PreferenceRole(OfflineRole):
     # -- training -----------------------------------------------------------------------------------------------
 
     def train(self, batch: DataProto) -> dict[str, float]:
-        pairs = self._pairs(batch)
-        metrics = super().train(pairs)
-        return {**metrics, **({"train/kl": pairs.meta_info["kl"]} if "kl" in pairs.meta_info else {})}
+        rows, counts = self._counted(batch)
+        metrics = super().train(rows)
+        sums = {name: metrics.pop(f"train/{name}") for name in self.names}
+        return {**metrics, **_means("train", {**sums, **counts})}
 
-    def _pairs(self, batch: DataProto) -> DataProto:
-        """The rows to learn from, with the reference's log-probs; where the loss is of single answers with its estimate
-        of the KL, from the rows that answer other prompts."""
+    def _counted(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
+        """The rows to learn from, with the reference's log-probs, and what sums over them are divided by; where the
+        loss is of single answers with its estimate of the KL, from the rows that answer other prompts."""
         if not self._loss.needs:
             batch.batch["ref_log_prob"] = torch.zeros(len(batch), dtype=torch.float64)
         elif "ref_log_prob" not in batch.batch:
             batch.batch["ref_log_prob"] = self.log_prob_sums(batch, reference=True)
-        together = batch.meta_info["rows_together"]
+        found: dict[str, float] = {}
         if not self._loss.compares_responses:
-            number = torch.arange(len(batch)) % together
-            others, batch = batch[(number == together - 1).numpy()], batch[(number < together - 1).numpy()]
-            others.meta_info = {**others.meta_info, "rows_together": 1}
-            kl = kto_kl(self.log_prob_sums(others) - others.batch["ref_log_prob"])
-            batch.meta_info = {**batch.meta_info, "rows_together": together - 1, "kl": float(kl)}
-        batch.meta_info["pairs"] = len(batch) // 2
-        return batch
+            mismatched = batch.batch["mismatched"].numpy()
+            others, batch = batch[mismatched], batch[~mismatched]
+            for part in (others, batch):
+                part.meta_info = {**part.meta_info, "rows_together": 1}
+            batch.meta_info["kl"] = float(kto_kl(self.log_prob_sums(others) - others.batch["ref_log_prob"]))
+            found["kl"] = batch.meta_info["kl"] * len(batch)
+        chosen = int(batch.batch["chosen"].sum())
+        items = len(batch) // batch.meta_info["rows_together"]
+        batch.meta_info["items"] = items
+        return batch, {"items": items, "chosen": chosen, "rejected": len(batch) - chosen, **found}
 
     def loss(self, out: ModelOutput, micro: DataProto) -> tuple[torch.Tensor, dict[str, Metric]]:
-        """The mean over the pairs of the whole batch, or over its answers."""
+        """The mean over the pairs, or the single answers, of the whole batch; its metrics are sums."""
         assert out.log_probs is not None
         mask = micro.batch["response_mask"].bool()
         # As the reference's: sums of equal log-probs are then equal, also those of float32.
         sums = torch.where(mask, out.log_probs, 0.0).sum(-1, dtype=torch.float64)
         found = self._terms(sums, mask.sum(-1), micro)
-        info = micro.meta_info
-        metrics = {name: Metric(value.detach() / info["pairs"], "sum") for name, value in found.items()}
-        return found["loss"] / info["pairs"] * info["dp_size"], metrics
+        metrics = {name: Metric(value.detach(), "sum") for name, value in found.items()}
+        return found["loss"] / micro.meta_info["items"] * micro.meta_info["dp_size"], metrics
 
     def _terms(self, sums: torch.Tensor, tokens: torch.Tensor, micro: DataProto) -> dict[str, torch.Tensor]:
-        """The sums of `names` over the pairs of a micro-batch, without its padding rows."""
+        """The sums of `names` over a micro-batch, without its padding rows."""
         reference = micro.batch["ref_log_prob"].to(sums)
         rows = Answers(sums, reference, tokens.clamp(min=1).to(sums))
         chosen_rows = micro.batch["chosen"].bool()
@@ -132,12 +140,9 @@ class PreferenceRole(OfflineRole):
             reward, rounding = beta * rows.ratio.detach(), beta * rounding_of(rows.log_prob)
             right = share_right(torch.where(chosen_rows, reward, -reward), rounding)
             up, down = ((reward * (flags & valid)).sum() for flags in (chosen_rows, ~chosen_rows))
-            # To be divided by the number of pairs: an answer is half of one, and right where its reward has the sign of
-            # its label.
             return {
-                "loss": torch.where(valid, loss, 0.0).sum() / 2,
-                "accuracy": (right * valid).sum() / 2,
-                "margin": up - down,
+                "loss": torch.where(valid, loss, 0.0).sum(),
+                "accuracy": (right * valid).sum(),
                 "chosen_reward": up,
                 "rejected_reward": down,
             }
@@ -151,17 +156,24 @@ class PreferenceRole(OfflineRole):
 
     def evaluate(self, batch: DataProto) -> tuple[dict[str, float], torch.Tensor]:
         """The score is the reward of an answer, as the loss of this run defines it."""
-        batch = self._pairs(batch)
+        batch, counts = self._counted(batch)
         sums, tokens = self.log_prob_sums(batch), batch.batch["response_mask"].sum(-1)
-        found = self._terms(sums, tokens, batch)
-        pairs = batch.meta_info["pairs"]
-        kl = {"kl": batch.meta_info["kl"] * pairs} if "kl" in batch.meta_info else {}
-        numbers = {"pairs": pairs, **{name: float(value) for name, value in found.items()}, **kl}
+        found = {name: float(value) for name, value in self._terms(sums, tokens, batch).items()}
         answers = Answers(sums, batch.batch["ref_log_prob"].to(sums), tokens.to(sums))
-        return numbers, implied_rewards(self._loss, answers, self._settings)
+        return {**found, **counts}, implied_rewards(self._loss, answers, self._settings)
 
     def validation_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        return {f"val/{name}": value / sums["pairs"] for name, value in sums.items() if name != "pairs"}
+        return _means("val", sums)
+
+
+def _means(prefix: str, sums: Mapping[str, float]) -> dict[str, float]:
+    """The metrics that have something to average: a batch may have no desirable answer, or no other."""
+    means = {
+        name: sums[name] / sums[count] for name, count in _COUNTS.items() if name in sums and sums[count]
+    }
+    if {"chosen_reward", "rejected_reward"} <= means.keys():
+        means["margin"] = means["chosen_reward"] - means["rejected_reward"]
+    return {f"{prefix}/{name}": value for name, value in means.items()}
 
 
 def _cache_key(cfg: Any, datasets: Mapping[str, PreferenceDataset]) -> str:
