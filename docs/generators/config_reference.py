@@ -27,7 +27,11 @@ COMMANDS: dict[str, tuple[type, str, str]] = {
     "train": (PPOConfig, "main_ppo", "Reinforcement learning"),
     "sft": (SFTConfig, "sft_trainer", "Supervised fine-tuning"),
     "dpo": (DPOConfig, "dpo_trainer", "Preference training: DPO, IPO, KTO, SimPO, ORPO and others"),
-    "reward train": (RewardTrainingConfig, "reward_trainer", "Training a reward model on pairs of answers"),
+    "reward train": (
+        RewardTrainingConfig,
+        "reward_trainer",
+        "Training a reward model on pairs of answers or on steps",
+    ),
     "generate": (GenerationConfig, "main_generation", "Responses for a file of prompts"),
     "eval": (EvaluationConfig, "main_eval", "Scores for a file of responses"),
 }
@@ -151,7 +155,7 @@ def _value(value: Any) -> str:
         return f"[{', '.join(map(_value, value))}]"
     if isinstance(value, float):
         return f"{value:g}"
-    return str(value) if value != "" else '""'
+    return str(value).replace("\n", "\\n") if value != "" else '""'
 
 
 def _allowed(key: Key) -> list[str]:

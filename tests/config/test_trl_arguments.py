@@ -24,7 +24,7 @@ SAMPLES: dict[str, Any] = {
     "vllm_mode": "colocate", "vllm_model_impl": "transformers", "num_generations": 4, "output_dir": "folder",
     "use_cpu": True, "per_device_train_batch_size": 8, "num_mini_batches": 2, "total_episodes": 80, "max_length": 64,
     "ddp_timeout": 60, "project": "p", "run_name": "r", "reward_model_path": "folder", "chat_template_path": "t.jinja",
-    "chat_template_kwargs": {"a": 1}, "kl_estimator": "k3",
+    "chat_template_kwargs": {"a": 1}, "kl_estimator": "k3", "step_separator": "\n\n",
 }  # fmt: skip
 
 

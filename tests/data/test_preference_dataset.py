@@ -13,14 +13,14 @@ from verl.config.schema import DPODataConfig, RewardDataConfig
 from verl.data.chat import ChatFormat
 from verl.data.files import Rows
 from verl.data.loader import Loader
-from verl.data.preference_dataset import LabelledDataset, PreferenceDataset, RewardDataset
+from verl.data.preference_dataset import LabelledDataset, PreferenceDataset, RewardDataset, StepDataset
 from verl.errors import DataError
 
 
 def build(
     tokenizer: Any, *rows: dict[str, Any], kind: Any = PreferenceDataset, **changes: Any
 ) -> PreferenceDataset:
-    section: Any = RewardDataConfig if kind is RewardDataset else DPODataConfig
+    section: Any = RewardDataConfig if kind in (RewardDataset, StepDataset) else DPODataConfig
     return kind(section(**{"shuffle": False, **changes}), Rows.from_list(rows), tokenizer)
 
 
@@ -300,3 +300,72 @@ def test_known_reference_log_probs_come_with_the_rows(tokenizer: Any) -> None:
     dataset = build(tokenizer, *({"prompt": "p", "chosen": c, "rejected": "no"} for c in "abc"))
     dataset.reference = np.arange(6.0).reshape(3, 2)
     assert dataset.batch([2, 0], ["x", "y"]).batch["ref_log_prob"].tolist() == [4.0, 5.0, 0.0, 1.0]
+
+
+STEPS = {"prompt": "q", "completions": ["zy", "c", "def"], "labels": [True, 0.25, False]}
+
+
+@pytest.mark.parametrize(("prompt", "written"), [("q", "q"), ([user("q")], HEADER)])
+def test_the_value_of_a_steps_last_token_is_asked_for_by_the_token_behind_it(
+    tokenizer: Any, prompt: Any, written: str
+) -> None:
+    (item,) = build(tokenizer, {**STEPS, "prompt": prompt}, kind=StepDataset).items
+    ids, mask = item.rows[0]
+    assert tokenizer.decode(ids[:-1].tolist()) == f"{written}zy\nc\ndef\n"
+    ends = [tokenizer.decode(ids[: at + 1].tolist()).removeprefix(written) for at in np.flatnonzero(mask) - 1]
+    assert ends == ["zy\n", "zy\nc\n", "zy\nc\ndef\n"]
+    assert item.step_labels is not None
+    assert item.step_labels[np.flatnonzero(mask) - 1].tolist() == [1.0, 0.25, 0.0]
+    assert (item.step_labels < 0).sum() == len(ids) - 1 - len("zy\nc\ndef\n")
+
+
+def test_steps_with_a_separator_of_several_tokens(tokenizer: Any) -> None:
+    ids, mask = build(tokenizer, STEPS, kind=StepDataset, step_separator=" ##")[0].rows[0]
+    assert tokenizer.decode(ids[:-1].tolist()) == "qzy ##c ##def ##"
+    assert np.flatnonzero(mask).tolist() == [6, 10, 16]
+
+
+@pytest.mark.parametrize(
+    ("how", "left", "labels"),
+    [
+        ("left", "\nc\ndef\n", [1.0, 0.25, 0.0]),
+        ("right", "qzy\nc\nde", [1.0, 0.25]),
+        ("middle", "qzy\ndef\n", [1.0, 0.0]),
+    ],
+)
+def test_a_step_whose_end_is_cut_off_is_not_learned(
+    tokenizer: Any, how: str, left: str, labels: list[float]
+) -> None:
+    size = len(left) + 1
+    item = build(tokenizer, STEPS, kind=StepDataset, max_length=size, truncation=how)[0]
+    ids, mask = item.rows[0]
+    assert tokenizer.decode(ids[: len(left)].tolist()) == left
+    assert item.step_labels is not None
+    assert item.step_labels[np.flatnonzero(mask) - 1].tolist() == labels
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"labels": [True]},
+            r"data.train_files: 'labels' \(data.labels_key\) of row 0 .* for each of its 3 steps",
+        ),
+        (
+            {"labels": [True, 2, False]},
+            "'labels' .* of row 0 .* must be a list of true or false, or numbers from",
+        ),
+        ({"labels": [True, "no", False]}, "'labels' .* of row 0"),
+        ({"labels": None}, "'labels' .* of row 0"),
+        (
+            {"completions": "ab"},
+            r"'completions' \(data.completions_key\) of row 0 .* must be a list of texts",
+        ),
+        ({"completions": []}, "'completions' .* of row 0"),
+        ({"completions": ["a", 1, "b"]}, "'completions' .* of row 0"),
+        ({"prompt": None}, "data.train_files: .*row 0"),
+    ],
+)
+def test_steps_that_cannot_be_used(tokenizer: Any, change: dict, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        build(tokenizer, {**STEPS, **change}, kind=StepDataset)

@@ -260,4 +260,4 @@ def _default(key: Key) -> str:
         return str(key.default).lower()
     if isinstance(key.default, list):
         return f"[{', '.join(str(each) for each in key.default)}]"
-    return f"{key.default:g}" if isinstance(key.default, float) else str(key.default)
+    return f"{key.default:g}" if isinstance(key.default, float) else str(key.default).replace("\n", "\\n")

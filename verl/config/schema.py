@@ -221,7 +221,7 @@ class DPODataConfig(PreferenceDataConfig):
 
 @dataclass
 class RewardDataConfig(PreferenceDataConfig):
-    """Pairs of answers, with how much better the chosen one is."""
+    """Pairs of answers, with how much better the chosen one is; or answers whose steps are judged."""
 
     apply_chat_template: str = shared(
         OfflineDataConfig, "apply_chat_template", f"no effect: {_AS_SCORED}", "@never"
@@ -235,9 +235,27 @@ class RewardDataConfig(PreferenceDataConfig):
     parse_special_tokens: bool = shared(
         OfflineDataConfig, "parse_special_tokens", f"no effect: {_AS_SCORED}", "@never"
     )
+    chosen_key: str = shared(PreferenceDataConfig, "chosen_key", used_if="!algorithm.stepwise")
+    rejected_key: str = shared(PreferenceDataConfig, "rejected_key", used_if="!algorithm.stepwise")
     margin_key: str = key(
-        "margin", "column with how much better the chosen answer is; used where the rows have it"
+        "margin",
+        "column with how much better the chosen answer is; used where the rows have it",
+        used_if="!algorithm.stepwise",
     )
+    completions_key: str = key(
+        "completions", "column with the steps of an answer, a list of texts", used_if="algorithm.stepwise"
+    )
+    labels_key: str = key(
+        "labels",
+        "column with how right each step is: true or false, or numbers from 0 to 1",
+        used_if="algorithm.stepwise",
+    )
+    step_separator: str = key("\n", "what is written after each step", used_if="algorithm.stepwise")
+
+    def errors(self, name: str) -> Iterator[str]:
+        """What is wrong within the section called `name`."""
+        if not self.step_separator:
+            yield f"'{name}.step_separator' is empty; it marks where a step ends: give a text, such as a newline"
 
 
 @dataclass
@@ -264,11 +282,21 @@ class PreferenceAlgorithmConfig:
 
 @dataclass
 class RewardAlgorithmConfig:
-    """The Bradley-Terry loss of a reward model."""
+    """The loss of a reward model: Bradley-Terry's of pairs, or the cross-entropy of each step."""
 
-    margin: float = key(0.0, "least difference of rewards wanted of each pair; data.margin_key adds to it")
+    stepwise: bool = key(
+        False, "learn a score for each step of an answer (a process reward model) in place of pairs"
+    )
+    margin: float = key(
+        0.0,
+        "least difference of rewards wanted of each pair; data.margin_key adds to it",
+        used_if="!.stepwise",
+    )
     center_rewards_coefficient: float = key(
-        0.0, "weight of the squared sum of a pair's rewards, which keeps them around 0", ge=0
+        0.0,
+        "weight of the squared sum of a pair's rewards, which keeps them around 0",
+        ge=0,
+        used_if="!.stepwise",
     )
 
 
@@ -386,10 +414,14 @@ class DPOConfig(PreferenceConfig):
 
 @dataclass
 class RewardTrainingConfig(PreferenceConfig):
-    """A reward model from preferences (`verl.trainer.reward_trainer`)."""
+    """A reward model from judged answers (`verl.trainer.reward_trainer`)."""
 
     data: RewardDataConfig = section(RewardDataConfig, "pairs of answers")
-    algorithm: RewardAlgorithmConfig = section(RewardAlgorithmConfig, "the Bradley-Terry loss")
+    algorithm: RewardAlgorithmConfig = section(RewardAlgorithmConfig, "the loss")
+
+    @property
+    def pairs(self) -> bool:
+        return not self.algorithm.stepwise
 
 
 @dataclass

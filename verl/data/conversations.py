@@ -282,6 +282,16 @@ def _one_row_each(
     return [rows[0] for rows in encoded]
 
 
+def step_row(
+    chat: ChatFormat, prompt: Any, steps: Sequence[str], separator: str, where: str
+) -> tuple[list[int], list[int]]:
+    """The ids of a prompt and of an answer's steps, each with the separator behind it; and how many each part has."""
+    before = chat.encode_prompts([prompt], [where])[0][2]
+    texts = [chat.content(f"{step}{separator}", where) for step in steps]
+    parts = [before, *chat.encode_following(texts)]
+    return [token for part in parts for token in part], [len(part) for part in parts]
+
+
 # -- ids
 
 

@@ -213,6 +213,8 @@ def readable_rows(
     if "margin" in tensors:  # the last token alone is learned
         differ = tensors["input_ids"][::2] != tensors["input_ids"][1::2]
         starts = differ.byte().argmax(-1).repeat_interleave(2)
+    if "step_labels" in tensors:
+        starts = (tensors["step_labels"] >= 0).byte().argmax(-1)
     ids = [tensors["input_ids"][n][tensors["attention_mask"][n].bool()].tolist() for n in numbers]
     answers = decode_all(tokenizer, [row[starts[n] :] for row, n in zip(ids, numbers, strict=True)])
     rows = []

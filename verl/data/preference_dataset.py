@@ -1,5 +1,5 @@
-"""Judged answers, for preference training and reward models: pairs of a chosen and a rejected answer, and single ones
-with a label.
+"""Judged answers, for preference training and reward models: pairs of a chosen and a rejected answer, single answers
+with a label, and those with a label for each step.
 
 A pair is two consecutive rows of a batch, chosen and rejected. A labelled answer is followed by this prompt with the
 answer to another one, from which KTO estimates its KL: always the same other answer, so that the reference's log-prob
@@ -19,8 +19,9 @@ import numpy as np
 import torch
 
 from verl.config.schema import OfflineConfig, PreferenceConfig, RewardTrainingConfig
+from verl.data.assemble import pad_rows
 from verl.data.columns import as_number, require_column
-from verl.data.conversations import Row, labelled_row, pair_rows
+from verl.data.conversations import Row, labelled_row, pair_rows, step_row
 from verl.data.files import Files, Rows
 from verl.data.loader import EncodedRows
 from verl.data.offline_dataset import Encoded, SFTDataset, fit_encoded, pad_encoded
@@ -39,7 +40,7 @@ def dataset_of(config: OfflineConfig) -> type[SFTDataset] | type[PreferenceDatas
     if not isinstance(config, PreferenceConfig):
         return SFTDataset
     if isinstance(config, RewardTrainingConfig):
-        return RewardDataset
+        return RewardDataset if config.pairs else StepDataset
     return PreferenceDataset if config.pairs else LabelledDataset
 
 
@@ -53,6 +54,8 @@ class PreferenceItem:
     margin: float = 0.0
     label: bool = True
     """Of a single answer: whether it is desirable."""
+    step_labels: np.ndarray | None = None
+    """Of an answer whose steps are judged: for each id the label of its step, -1 for those of the prompt."""
 
 
 class PreferenceDataset(EncodedRows[PreferenceItem]):
@@ -82,7 +85,7 @@ class PreferenceDataset(EncodedRows[PreferenceItem]):
             if sides[0] == sides[1]:
                 seen["have two equal answers and are left out"] += 1
             elif fitted := self._fitted(sides, seen):
-                if np.array_equal(*fitted):
+                if np.array_equal(fitted[0], fitted[1]):
                     seen["have two equal answers when cut and are left out"] += 1
                 else:
                     items.append(PreferenceItem(fitted, number, self._margin(number)))
@@ -164,11 +167,14 @@ class RewardDataset(PreferenceDataset):
 
     of_reward_models = True
 
+    def _cut(self, values: list[Any]) -> list[Any]:
+        """To data.max_length, of which the last is kept: that of the token that asks for the reward."""
+        return [*truncate(values[:-1], self.config.max_length - 1, self.config.truncation), values[-1]]
+
     def _fit(self, ids: list[int], mask: list[int]) -> Encoded:
         """The token that asks for the reward stays, wherever the conversation is cut."""
-        limit, how = self.config.max_length, self.config.truncation
-        ids = [*truncate(ids[:-1], limit - 1, how), ids[-1]]
-        return fit_encoded(ids, mask[len(mask) - len(ids) :], limit, how)
+        ids = self._cut(ids)
+        return fit_encoded(ids, mask[len(mask) - len(ids) :], len(ids), "error")
 
     def _margin(self, number: int) -> float:
         name = getattr(self.config, "margin_key", None)
@@ -257,6 +263,69 @@ class LabelledDataset(PreferenceDataset):
             "chosen": torch.tensor([item.label for item in items for _ in item.rows]),
             "mismatched": torch.tensor([False, True] * len(items)),
         }
+
+
+class StepDataset(RewardDataset):
+    """Rows with `prompt`, `completions`, the steps of an answer, and `labels`, how right each is. What is learned from
+    is the value of the last token of each step, whose separator is part of it: the mask is 1 for the token behind it,
+    and so one more token ends a row."""
+
+    def _encode_all(self, numbers: Iterable[int]) -> list[PreferenceItem]:
+        for name, role in (
+            ("prompt_key", "prompt"),
+            ("completions_key", "response"),
+            ("labels_key", "label"),
+        ):
+            require_column(self.rows, getattr(self.config, name), f"data.{name}", role, self.files_key)
+        items: list[PreferenceItem] = []
+        seen: Counter[str] = Counter()
+        for number in numbers:
+            seen["all"] += 1
+            row, labels = self._steps(number)
+            if fitted := self._fitted([row], seen):
+                items.append(
+                    PreferenceItem(fitted, number, step_labels=np.asarray(self._cut(labels), np.float32))
+                )
+        self._report(seen, len(items), "answer")
+        return items
+
+    def _steps(self, number: int) -> tuple[Row, list[float]]:
+        row, where, config = self.rows[number], self.rows.origin(number), self.config
+        steps, given = row.get(config.completions_key), row.get(config.labels_key)
+        if not isinstance(steps, (list, tuple)) or not steps or not all(isinstance(x, str) for x in steps):
+            raise DataError(
+                f"{self.files_key}: '{config.completions_key}' (data.completions_key) of {where} must be a list of "
+                f"texts, one for each step, not {str(steps)[:80]!r}."
+            )
+        labels = [as_number(label) for label in given] if isinstance(given, (list, tuple)) else []
+        if len(labels) != len(steps) or not all(0 <= label <= 1 for label in labels):
+            raise DataError(
+                f"{self.files_key}: '{config.labels_key}' (data.labels_key) of {where} must be a list of true or "
+                f"false, or numbers from 0 to 1, one for each of its {len(steps)} steps, not {str(given)[:80]!r}."
+            )
+        try:
+            chat, prompt = self._chat.of_reward_models, row.get(config.prompt_key)
+            ids, lengths = step_row(chat, prompt, steps, config.step_separator, where)
+        except DataError as error:
+            raise DataError(f"{self.files_key}: {error}") from error
+        if 0 in lengths[1:]:
+            raise DataError(
+                f"{self.files_key}: step {lengths.index(0, 1)} of {where} has no tokens; leave it out."
+            )
+        end: Any = self.tokenizer.pad_token_id
+        ends = np.zeros(len(ids) + 1, np.int8)
+        ends[np.cumsum(lengths)[1:] - 1] = 1
+        of_ids = np.repeat([-1.0, *labels], lengths).tolist()
+        return ([*ids, end], ends.tolist()), [*of_ids, labels[-1]]
+
+    def _fit(self, ids: list[int], ends: list[int]) -> Encoded:
+        """Cut; `ends` are 1 for the last token of a step, the mask for the one behind it."""
+        mask = [0, *self._cut(ends)[:-1]]
+        return np.asarray(self._cut(ids), np.int32), np.asarray(mask, np.int8)
+
+    def _judged(self, items: Sequence[PreferenceItem]) -> dict[str, torch.Tensor]:
+        """`step_labels` [B, L]: of each id, -1 in prompts."""
+        return {"step_labels": pad_rows([np.asarray(item.step_labels) for item in items], -1, torch.float32)}
 
 
 def _answered_by(mine: Encoded, other: Encoded, limit: int) -> Encoded:

@@ -89,6 +89,8 @@ def set_in_config(folder: Path, **entries: Any) -> None:
     path.write_text(json.dumps(document | entries, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
+STEP_LABEL = "step"
+"""The name of the one label of a reward model that scores the steps of an answer; others score whole answers."""
 HEADS = ("score", "classifier")
 """What transformers calls the head, by architecture."""
 

@@ -158,7 +158,8 @@ def config_class(keys: Iterable[str]) -> type[PPOConfig] | type[OfflineConfig]:
     policy = {"actor_rollout_ref", "actor", "rollout", "ref", "teacher"}  # also in its short names
     if sections & {*policy, "critic", "implicit_reward", "reward", "reward_model", "custom_reward_function"}:
         return PPOConfig
-    if names & {"data.margin_key", "algorithm.margin", "algorithm.center_rewards_coefficient"}:
+    steps = {"algorithm.stepwise", "data.completions_key", "data.labels_key", "data.step_separator"}
+    if names & {"data.margin_key", "algorithm.margin", "algorithm.center_rewards_coefficient", *steps}:
         return RewardTrainingConfig
     preference = {name for name in schema_keys(DPOConfig) if name.startswith("algorithm.")}
     columns = {f"data.{name}_key" for name in ("chosen", "rejected", "completion", "label")}

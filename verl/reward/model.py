@@ -23,6 +23,7 @@ from verl.errors import ModelError, TrainingHalted
 from verl.models.introspection import per_row, row_lengths
 from verl.models.loading import torch_dtype
 from verl.models.packability import keep_score_cap
+from verl.models.value_model import STEP_LABEL
 from verl.reward.base import Call, LocalBackend, RewardResult, RewardSample, answer
 from verl.reward.functions import Signature
 
@@ -74,6 +75,11 @@ class RewardModel:
             if model.config.num_labels != 1:
                 problem = f"has {model.config.num_labels} labels; it must have one"
             raise ModelError(f"reward.reward_model.model_path={path!r} {problem}.")
+        if model.config.id2label.get(0) == STEP_LABEL:
+            raise ModelError(
+                f"reward.reward_model.model_path={path!r} scores the steps of an answer (verl reward train "
+                "algorithm.stepwise=True), which is not available as a reward here; use one trained on pairs."
+            )
         keep_score_cap(model)
         limits = (
             getattr(model.config, "max_position_embeddings", None),

@@ -25,7 +25,7 @@ from verl.observe.live import live
 from verl.observe.metrics import Timer, profiled
 from verl.runtime import quiet_transformers, seed_everything
 from verl.trainer.setup import Events, fit_to
-from verl.workers.offline import OfflineRole, RewardRole, SFTRole, set_padding
+from verl.workers.offline import OfflineRole, RewardRole, SFTRole, StepRewardRole, set_padding
 from verl.workers.placement import require_ray
 from verl.workers.preference import PreferenceRole
 from verl.workers.rank import JoinedRank, RankSetup
@@ -182,7 +182,8 @@ class OfflineLoop:
         saves nothing."""
         kind: type[OfflineRole] = SFTRole
         if isinstance(cfg, PreferenceConfig):
-            kind = PreferenceRole if isinstance(cfg, DPOConfig) else RewardRole
+            kind = RewardRole if cfg.pairs else StepRewardRole
+            kind = PreferenceRole if isinstance(cfg, DPOConfig) else kind
         bad_batches = run_folder / "bad_batches"
         self.role = kind(cfg, training_steps=data.total_steps, bad_batch_dir=bad_batches, model=model)
         self.cfg, self.data, self.run_folder = cfg, data, run_folder

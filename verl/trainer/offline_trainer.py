@@ -16,6 +16,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verl.config.schema import PreferenceConfig
 from verl.errors import RESUME, ConfigError
 from verl.runtime import StopRequest, exits_as_errors, run_command, stop_on_signal
 
@@ -230,8 +231,9 @@ def run_once(
                     last = record(updates, folder, tracker, data.total_steps)
                 if "val/accuracy" in last.metrics:
                     assert data.val is not None
+                    what = "pairs" if isinstance(cfg, PreferenceConfig) and cfg.pairs else "answers"
                     tracker.note(
-                        f"held-out accuracy {last.metrics['val/accuracy']:.4f} ({len(data.val.dataset)} pairs)"
+                        f"held-out accuracy {last.metrics['val/accuracy']:.4f} ({len(data.val.dataset)} {what})"
                     )
                 best = best_checkpoint(cfg, folder)
                 if best:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
 from verl.algorithms import agg_loss
 from verl.algorithms.aggregation import batch_counts
@@ -25,6 +25,7 @@ from verl.config.schema import ActorConfig, CriticConfig
 from verl.data.proto import DataProto
 from verl.engines import build_engine
 from verl.errors import ConfigError
+from verl.models.value_model import STEP_LABEL
 from verl.observe.metrics import Metric
 from verl.watchdog import Heartbeat
 from verl.workers.local import choose_device
@@ -191,10 +192,15 @@ class RewardRole(OfflineRole):
 
     kind: ClassVar[Literal["actor", "critic", "reward"]] = "reward"
     names: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "margin", "reward")
+    label: ClassVar[str] = "LABEL_0"
+    """What the one label is called in the saved folder; this is the name that transformers gives it."""
 
     def __init__(self, cfg: OfflineConfig, *, model: Any = None, **options: Any) -> None:
+        named = {"id2label": {0: self.label}, "label2id": {self.label: 0}}
+        cfg.model.override_config = {**cfg.model.override_config, **named}
         if model is not None:
-            model.config.pad_token_id = cfg.model.override_config["pad_token_id"]
+            for name in ("pad_token_id", *named):
+                setattr(model.config, name, cfg.model.override_config[name])
         super().__init__(cfg, model=model, **options)
 
     def loss(self, out: ModelOutput, micro: DataProto) -> tuple[torch.Tensor, dict[str, Metric]]:
@@ -236,6 +242,47 @@ class RewardRole(OfflineRole):
 
     def validation_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         return {f"val/{name}": sums[name] / sums["pairs"] for name in self.names}
+
+
+class StepRewardRole(RewardRole):
+    """A language model with one number for each step of an answer, at the step's last token: the logit of its label
+    (a process reward model)."""
+
+    names: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "reward")
+    label = STEP_LABEL
+
+    def loss(self, out: ModelOutput, micro: DataProto) -> tuple[torch.Tensor, dict[str, Metric]]:
+        """The mean over the steps of the whole batch."""
+        assert out.values is not None
+        found = self._step_terms(out.values, micro)
+        steps, dp_size = micro.meta_info["batch_num_tokens"], micro.meta_info["dp_size"]
+        metrics = {name: Metric(value.detach() / steps, "sum") for name, value in found.items()}
+        return found["loss"] / steps * dp_size, metrics
+
+    def _step_terms(self, values: torch.Tensor, micro: DataProto) -> dict[str, torch.Tensor]:
+        """The sums of `names` over steps. The value at a token is of the one before it, and so is the label."""
+        mask = micro.batch["response_mask"].bool()
+        labels = micro.batch["step_labels"].roll(1, -1)[mask].to(values)
+        logits = values[mask]
+        right = share_right(torch.where(labels >= 0.5, logits, -logits))
+        loss = binary_cross_entropy_with_logits(logits, labels, reduction="sum")
+        return {"loss": loss, "accuracy": right.sum(), "reward": torch.sigmoid(logits).sum()}
+
+    def evaluate(self, batch: DataProto) -> tuple[dict[str, float], torch.Tensor]:
+        """The score is the least of a row's steps, as a probability."""
+        shard, rows = self.shard(batch)
+        values = self.engine.values(shard).double()
+        self._offload()
+        found = self._step_terms(values, shard)
+        mine = [float(value) for value in found.values()]
+        sums = self._sum(mine if self._layout.reports(self.rank) else [0.0] * len(mine))
+        least = torch.where(shard.batch["response_mask"].bool(), values, torch.inf).amin(-1).sigmoid()
+        steps = float(batch.batch["response_mask"].sum())
+        scores = self.row_values(least, rows, len(batch))
+        return {"steps": steps, **dict(zip(found, sums, strict=True))}, scores
+
+    def validation_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
+        return {f"val/{name}": sums[name] / sums["steps"] for name in self.names}
 
 
 def engine_section(cfg: OfflineConfig, kind: str) -> ActorConfig | CriticConfig:
