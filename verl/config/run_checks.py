@@ -388,6 +388,12 @@ def async_errors(config: PPOConfig) -> Iterator[str]:
                 f"{SECTION}.mode={mode} does not keep them; set "
                 f"algorithm.adv_estimator=rloo (with {ROLLOUT}.n=2 or more), or {SECTION}.mode=off"
             )
+    if config.data.curriculum:
+        yield (
+            f"'data.curriculum' is {config.data.curriculum}, which chooses prompts by the scores of those before, but "
+            f"{SECTION}.mode={mode} starts them before those are known; leave data.curriculum out, or set "
+            f"{SECTION}.mode=off"
+        )
     if config.algorithm.filter_groups.enable:
         yield (
             f"'algorithm.filter_groups.enable' is True, which draws more prompts in the middle of a step, but "

@@ -213,11 +213,15 @@ class Loader:
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
-    def update(self, batch: DataProto) -> None:
-        """A batch is trained: a user's dataset may want to know."""
+    def scored(self, batch: DataProto) -> None:
+        """The responses to the newest batch of prompts have their scores, also those that no step trains on."""
+
+    def update(self, batch: DataProto) -> dict[str, float]:
+        """A batch is trained: a user's dataset may want to know. Metrics of what was drawn for it."""
         own: Any = getattr(self.dataset, "own", None)
         if hasattr(own, "on_batch_end"):
             own.on_batch_end(batch=batch)
+        return {}
 
     def _stateful(self) -> Any:
         """A user's dataset that has a state."""

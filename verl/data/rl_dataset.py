@@ -264,6 +264,10 @@ def training_loader(
         fit(len(order))
     if build is not None:
         return SampledLoader(dataset, config.train_batch_size, build)
+    if config.curriculum:
+        from verl.data.curriculum import PassRateLoader
+
+        return PassRateLoader(dataset, config, order)
     left_out = len(order) % config.train_batch_size
     if 0 < left_out < len(order):
         logger.info(

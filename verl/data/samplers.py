@@ -85,14 +85,15 @@ class SampledLoader(Loader):
     def learns(self) -> bool:
         return hasattr(self.sampler, "update")
 
-    def update(self, batch: DataProto) -> None:
-        super().update(batch)
+    def update(self, batch: DataProto) -> dict[str, float]:
+        metrics = super().update(batch)
         if self.learns:
             try:
                 self.sampler.update(batch)
             except Exception as error:
                 what = f"{type(error).__name__}: {error}{error_line(error)}"
                 raise DataError(f"data.sampler: {self.name}.update raised {what}") from error
+        return metrics
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()

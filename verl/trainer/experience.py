@@ -148,6 +148,8 @@ class SyncExperience(Experience):
             drawn = next(self._batches)
         settings = training_settings(rollout, longest, step)
         batch = self.score(drawn, replace(settings, over_sample_rate=rollout.over_sample_rate), timer)
+        if self.cfg.data.curriculum:
+            self.loader.scored(batch)
         metrics = agent_metrics(batch)
         if "reward_baselines" in needed_columns(self.cfg):
             attach_baselines(batch, self.score(drawn, greedy_settings(rollout, longest), timer), rollout.n)

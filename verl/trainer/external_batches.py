@@ -20,7 +20,7 @@ from verl.data.files import Rows
 from verl.data.messages import is_conversation
 from verl.data.proto import DataProto
 from verl.data.rl_dataset import RLDataset
-from verl.errors import DataError
+from verl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from verl.config.schema import DataConfig
@@ -45,6 +45,11 @@ def rows_or_batches(given: Any, config: DataConfig, tokenizer: Any) -> Rows | Ex
     first = loader.peek()
     if isinstance(first, Mapping) and _is_row(first, config.prompt_key):
         return Rows.from_list(loader.left(), "the rows given to train()")
+    if config.curriculum:
+        raise ConfigError(
+            f"data.curriculum={config.curriculum} chooses prompts, but a dataloader gives its own batches; give "
+            "train() rows, or leave data.curriculum out"
+        )
     return loader
 
 

@@ -162,7 +162,7 @@ class RLLoop:
             updated, outputs = self.train(batch, timer)
             metrics |= found | updated
             if hasattr(self.train_loader, "update"):
-                self.train_loader.update(batch)
+                metrics |= self.train_loader.update(batch)
             self.experience.trained(self.step_number)
         for role in self.workers.roles:
             for name in role.columns if role.temporary else ():

@@ -115,11 +115,34 @@ class DataConfig(_RowsConfig, PromptsConfig):
     seed: int = shared(_RowsConfig, "seed", used_if=".shuffle or .mixture")
     train_batch_size: int = key(1024, "prompts per training step; default: at most the data", ge=1)
     dataloader_num_workers: int = shared(
-        _RowsConfig, "dataloader_num_workers", used_if=("!.custom_cls.path", "!.sampler.class_path")
+        _RowsConfig,
+        "dataloader_num_workers",
+        used_if=("!.custom_cls.path", "!.sampler.class_path", "!.curriculum"),
     )
     return_raw_input_ids: bool = key(False, "no effect: prompts are always kept", used_if="@never")
     mixture: list[MixtureConfig] = key([], "list of {files, weight, name}; replaces train_files")
     curriculum_key: str | None = key(None, "column with a difficulty: easiest rows come first")
+    curriculum: str | None = key(
+        None, "pass_rate: prompts whose running pass rate lies in curriculum_window", known=("pass_rate",)
+    )
+    curriculum_window: list[float] = key(
+        [0.1, 0.9],
+        "least and largest pass rate: the mean of acc, or of the score where there is none",
+        used_if=".curriculum",
+    )
+    curriculum_weight: float = key(
+        0.5, "weight of a prompt's newest responses in its pass rate", gt=0, le=1, used_if=".curriculum"
+    )
+    curriculum_unseen: float = key(
+        1.0,
+        "share of a batch for prompts that were never drawn, while there are some",
+        ge=0,
+        le=1,
+        used_if=".curriculum",
+    )
+    curriculum_outside: float = key(
+        0.1, "share of a batch for prompts outside the window", ge=0, le=1, used_if=".curriculum"
+    )
     custom_cls: CustomDatasetConfig = section(CustomDatasetConfig, "a dataset of your own")
     sampler: SamplerConfig = section(SamplerConfig, "a sampler of your own")
 
@@ -131,6 +154,7 @@ class DataConfig(_RowsConfig, PromptsConfig):
             ("sampler.class_path", self.sampler.class_path, "sampler.class_name", self.sampler.class_name),
         )
         given = [each for each in classes if each[1]]
+        curriculum = f"{name}.curriculum={self.curriculum}"
         return [
             *(
                 f"'{name}.{path}' is set; it needs '{name}.{kind}'"
@@ -147,11 +171,27 @@ class DataConfig(_RowsConfig, PromptsConfig):
                 for path, value, kind, named in classes
                 if named and not value
             ),
+            *(
+                f"'{name}.{other}' and '{curriculum}' both choose prompts; keep one"
+                for other, value in (
+                    ("mixture", self.mixture),
+                    ("sampler.class_path", self.sampler.class_path),
+                )
+                if self.curriculum and value
+            ),
+            *self._window_errors(name),
         ] + [
             f"'{name}.mixture[{i}]' has files {each.files} and weight {each.weight}; it needs files and weight > 0"
             for i, each in enumerate(self.mixture)
             if not each.files or each.weight <= 0
         ]
+
+    def _window_errors(self, name: str) -> Iterator[str]:
+        window = self.curriculum_window
+        if len(window) != 2 or window[0] > window[1]:
+            yield (
+                f"'{name}.curriculum_window' is {window}; it must be the least and the largest rate, e.g. [0.1,0.9]"
+            )
 
 
 @dataclass
