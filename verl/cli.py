@@ -40,7 +40,10 @@ PROGRAMS: dict[str, tuple[str, str] | dict[str, tuple[str, str]]] = {
         ),
     },
     "recipes": ("verl.config.recipes", "published methods, for verl train recipe=NAME"),
-    "plan": ("verl.trainer.plan_cli", "whether a run fits on N GPUs that need not be here"),
+    "plan": (
+        "verl.trainer.plan_cli",
+        "whether a run fits on N GPUs that need not be here, and whether its prompts teach (--learn)",
+    ),
     "ckpt": ("verl.checkpoint.cli", "list, verify and prune checkpoints"),
     "tool-server": (
         "verl.agents.serve",

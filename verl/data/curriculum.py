@@ -90,19 +90,12 @@ class PassRateLoader(Loader):
 
     def scored(self, batch: DataProto) -> None:
         """The responses to the newest batch have their scores: the first group of a prompt sets its rate, later ones
-        move it. A response passes as far as its `acc` says, or where the reward function gives none its score."""
-        columns, scores = batch.non_tensor_batch, batch.batch["token_level_scores"].sum(-1).tolist()
-        groups: dict[str, list[int]] = {}
-        for row, error in enumerate(columns["reward_error"]):
-            if error is None:
-                groups.setdefault(columns["uid"][row], []).append(row)
-        for uid, rows in groups.items():
-            acc = [columns["reward_extra"][row].get("acc") for row in rows]
-            values = [scores[row] for row in rows] if None in acc else [float(value) for value in acc]
-            position, rate = self._drawn[uid], float(np.mean(values))
+        move it."""
+        for uid, group in scored_groups(batch).items():
+            position, rate = self._drawn[uid], float(np.mean([passed for _, passed in group]))
             known, weight = self._rates[position], self._config.curriculum_weight
             self._rates[position] = rate if np.isnan(known) else (1 - weight) * known + weight * rate
-            self._counts["signal"] += len({scores[row] for row in rows}) > 1
+            self._counts["signal"] += len({score for score, _ in group}) > 1
 
     def update(self, batch: DataProto) -> dict[str, float]:
         metrics, counts = super().update(batch), self._counts
@@ -145,3 +138,19 @@ class PassRateLoader(Loader):
                 f"The checkpoint holds the pass rates of {len(rates)} prompts, and there are {len(self._rates)}."
             )
         self._rates, self._last, self._batches = rates.copy(), last.copy(), batches
+
+
+def scored_groups(batch: DataProto) -> dict[str, list[tuple[float, float]]]:
+    """By prompt, of each response that has a score: the score, and how far it passes, which is its `acc`, or the score
+    where the reward function does not give one for the whole group."""
+    columns, scores = batch.non_tensor_batch, batch.batch["token_level_scores"].sum(-1).tolist()
+    rows_of: dict[str, list[int]] = {}
+    for row, error in enumerate(columns["reward_error"]):
+        if error is None:
+            rows_of.setdefault(columns["uid"][row], []).append(row)
+    groups = {}
+    for uid, rows in rows_of.items():
+        acc = [columns["reward_extra"][row].get("acc") for row in rows]
+        passes = [scores[row] for row in rows] if None in acc else [float(value) for value in acc]
+        groups[uid] = list(zip([scores[row] for row in rows], passes, strict=True))
+    return groups

@@ -128,7 +128,8 @@ def open_run(
             require_profiled_steps(cfg.trainer, total)
         with open_run_folder(cfg.trainer) as folder:
             record_config(cfg, folder)
-            logger.info("%s", batch_plan(cfg, total_steps=total))
+            if not cfg.trainer.val_only:
+                logger.info("%s", batch_plan(cfg, total_steps=total))
             try:
                 with exits_as_errors():
                     yield RunParts(tokenizer, train_loader, val_loader, rewards, folder, total, agents)

@@ -1,5 +1,5 @@
 """`verl plan [FILE.yaml] [--model M] [--gpus N] [--gpu-memory G] key=value ...`: whether a run fits on GPUs that need
-not be here, from how many on, and how long a step takes."""
+not be here, from how many on, and how long a step takes; with `--learn`, whether its prompts have a signal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,15 @@ from verl.runtime import run_command
 
 _ABOUT = """Whether a run fits on GPUs that need not be here, from how many on, and about how long a step takes.
 Takes the keys of `verl train` (`verl train --help`), a YAML file of them, --config-path and --config-name.
-Ends with 1 where something does not fit."""
+Ends with 1 where something does not fit.
+With --learn: draws responses on this machine, and says how many groups have something to learn from."""
+
+LEARNING: dict[str, tuple[int | float, str]] = {
+    "prompts": (64, "prompts to draw"),
+    "groups": (32, "groups with signal wanted in a step"),
+    "share": (0.5, "share of groups that the proposed n gives a signal"),
+}
+"""Options of `--learn`: default and meaning."""
 
 
 def build_parser(own: bool = False) -> argparse.ArgumentParser:
@@ -38,6 +46,13 @@ def build_parser(own: bool = False) -> argparse.ArgumentParser:
     add("--gpus", type=int, help="GPUs in all (default: trainer.nnodes x trainer.n_gpus_per_node)")
     add("--gpu-memory", type=float, help="GiB of each (default: those of this machine's)")
     add("--gpus-per-node", type=int, help="default: 8, or trainer.n_gpus_per_node")
+    add(
+        "--learn",
+        action="store_true",
+        help="draw and score responses: the share of groups with signal, what to set",
+    )
+    for name, (default, about) in LEARNING.items():
+        add(f"--{name}", type=type(default), help=f"with --learn: {about} (default: {default})")
     return parser
 
 
@@ -55,12 +70,24 @@ def run(arguments: list[str]) -> int:
         args, words = build_parser(own=True).parse_known_args(arguments)
     except SystemExit as error:  # argparse has said why
         raise CommandAnswered(error.code) from None
-    for name in ("gpus", "gpu_memory", "gpus_per_node"):
+    for name in ("gpus", "gpu_memory", "gpus_per_node", *LEARNING):
         if getattr(args, name) is not None and getattr(args, name) <= 0:
             raise ConfigError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be above 0")
     if args.model:
         escaped = args.model.replace("'", "\\'")
         words.append(f"actor_rollout_ref.model.path='{escaped}'")
+    if args.learn:
+        if args.gpus or args.gpus_per_node or args.gpu_memory:
+            raise ConfigError(
+                "--learn draws on this machine; leave out --gpus, --gpus-per-node and --gpu-memory"
+            )
+        from verl.trainer.plan_learn import learn
+
+        given = {name: getattr(args, name) or default for name, (default, _) in LEARNING.items()}
+        return learn(load_config(PPOConfig, words), **given)
+    for name in LEARNING:
+        if getattr(args, name) is not None:
+            raise ConfigError(f"--{name} is an option of --learn")
     if args.gpus:
         per_node = min(args.gpus, args.gpus_per_node or 8)
         if args.gpus % per_node:
