@@ -50,6 +50,7 @@ PROGRAMS: dict[str, tuple[str, str] | dict[str, tuple[str, str]]] = {
         "tools over HTTP: Python in a sandbox, a calculator, search, your own",
     ),
     "replay": ("verl.trainer.replay", "repeat steps of a run and report the first number that differs"),
+    "why": ("verl.trainer.why", "what a step did to the responses it trained on, group by group"),
     "trace": ("verl.observe.trace", "phases, metrics and profiles of a run in one file for Perfetto"),
     "view": (
         "verl.observe.view",

@@ -50,6 +50,7 @@ COMMANDS = (
     "verl trace checkpoints/verl/first",
     f"{TRAIN} trainer.experiment_name=long trainer.total_training_steps=2 trainer.save_freq=1",
     "verl replay checkpoints/verl/long --step 2",
+    "verl why checkpoints/verl/long --step 2",
     "verl fork checkpoints/verl/long --step 1 --name forked --no-start",
     f"verl sft model.path={DEMO}/model data.train_files={DEMO}/data/sft_val.parquet data.train_batch_size=8 "
     "data.max_length=64 trainer.total_training_steps=2 trainer.device=cpu trainer.experiment_name=sft",

@@ -77,6 +77,8 @@ class RLLoop:
     stop_requested: bool = field(default=False, init=False)
     repeat_to: int | None = field(default=None, init=False)
     """The last step of `verl replay`, which saves nothing."""
+    watch: Callable[[DataProto], None] | None = field(default=None, init=False)
+    """Sees the batch right before and right after its update (`verl why`)."""
     events: Events = field(default_factory=Events, init=False)
 
     def __post_init__(self, rewards: RewardManager) -> None:
@@ -159,7 +161,11 @@ class RLLoop:
             with timer("adv"):
                 batch, found = self.advantages(batch)
             version = self.workers.policy_version
+            if self.watch is not None:
+                self.watch(batch)
             updated, outputs = self.train(batch, timer)
+            if self.watch is not None:
+                self.watch(batch)
             metrics |= found | updated
             if hasattr(self.train_loader, "update"):
                 metrics |= self.train_loader.update(batch)

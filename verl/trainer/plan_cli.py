@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import Any
 
 from verl.config.load import load_config
 from verl.config.machine import Device, local_device
@@ -83,7 +84,9 @@ def run(arguments: list[str]) -> int:
             )
         from verl.trainer.plan_learn import learn
 
-        given = {name: getattr(args, name) or default for name, (default, _) in LEARNING.items()}
+        given: dict[str, Any] = {
+            name: getattr(args, name) or default for name, (default, _) in LEARNING.items()
+        }
         return learn(load_config(PPOConfig, words), **given)
     for name in LEARNING:
         if getattr(args, name) is not None:

@@ -12,9 +12,11 @@ import logging
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,9 @@ logger = logging.getLogger(__name__)
 _ROLLOUT = "actor_rollout_ref.rollout"
 _SHOWN = 200
 
+Watch = Callable[[Any, Any], None]
+"""Called with the loop and the batch right before and right after each update."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, help="run folder (checkpoints/PROJECT/EXPERIMENT)")
@@ -55,26 +60,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    recorded = open_recorded(args.run)
-    start = first_checkpoint(recorded, args.step, args.start)
+    repeated = repetition(open_recorded(args.run), args.step, args.start, keep=args.keep)
+    sys.stdout.write(report(repeated.found, repeated.first, args.step, repeated.start) + "\n")
+    return 1 if repeated.found.difference else 0
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """What was repeated, and how it compares."""
+
+    found: Comparison
+    first: int
+    """The first step."""
+    start: Path | None
+    """The checkpoint before it; None: the start of the run."""
+
+
+def repetition(
+    recorded: Recorded, step: int, asked: int | None, *, keep: bool = False, watch: Watch | None = None
+) -> Repetition:
+    """Repeat a run up to `step` and compare. `asked`: the checkpoint to begin with."""
+    start = first_checkpoint(recorded, step, asked)
     before = 0 if start is None else read_manifest(start).step
     several_turns = converses(recorded)
     files = Files.of(recorded, ENGINE_LOG_PROBS if several_turns else ())
-    require_recorded(recorded, files, args.step)
+    require_recorded(recorded, files, step)
     origin = "the start" if start is None else start.name
-    logger.info("repeating steps %d to %d of %s from %s", before + 1, args.step, recorded.path, origin)
-    with replay_folder(recorded.path, args.step, args.keep) as folder:
+    logger.info("repeating steps %d to %d of %s from %s", before + 1, step, recorded.path, origin)
+    with replay_folder(recorded.path, step, keep) as folder:
         cfg = replay_config(recorded, folder, start)
-        repeat(cfg, args.step, files)
+        repeat(cfg, step, files, watch)
         first = before + 1 if start is not None else 0
         found = compare(
-            files, Files.of(Run(folder)), range(first, args.step + 1), samples=isinstance(cfg, PPOConfig)
+            files, Files.of(Run(folder)), range(first, step + 1), samples=isinstance(cfg, PPOConfig)
         )
     found.notes += depends_on_time(cfg, found)
-    if args.keep:
+    if keep:
         found.notes.append(f"the repetition is in {folder}")
-    sys.stdout.write(report(found, before + 1, args.step, start) + "\n")
-    return 1 if found.difference else 0
+    return Repetition(found, before + 1, start)
 
 
 def converses(recorded: Recorded) -> bool:
@@ -196,25 +219,26 @@ def replay_config(recorded: Recorded, folder: Path, start: Path | None) -> PPOCo
     return from_dict(recorded.kind, values, quiet=True)
 
 
-def repeat(cfg: PPOConfig | OfflineConfig, step: int, recorded: Files) -> None:
+def repeat(cfg: PPOConfig | OfflineConfig, step: int, recorded: Files, watch: Watch | None = None) -> None:
     """Run to `step`, or to the step after the first whose metrics differ."""
     from verl.trainer.preflight import preflight
 
     preflight(cfg, saves=False)
     with exits_as_errors():
         if isinstance(cfg, PPOConfig):
-            _repeat_rl(cfg, step, recorded)
+            _repeat_rl(cfg, step, recorded, watch)
         else:
             _repeat_offline(cfg, step, recorded)
 
 
-def _repeat_rl(cfg: PPOConfig, step: int, recorded: Files) -> None:
+def _repeat_rl(cfg: PPOConfig, step: int, recorded: Files, watch: Watch | None) -> None:
     from verl.trainer.assembly import build_loop, open_run
 
     with open_run(cfg) as parts:
         loop = build_loop(cfg, parts)
         with closing(loop.workers), closing(loop.tracker):
             loop.repeat_to = step
+            loop.watch = None if watch is None else partial(watch, loop)
             loop.tracker.trackers["replay"] = StopAtDifference(loop, recorded)
             loop.fit()
 
