@@ -63,10 +63,7 @@ def test_planted_bad_rewards_come_out_on_top(seen: why.Seen) -> None:
     bad = [group.rows[0]["data_source"] == "flipped" for group in groups]
     planted = sum(bad)
     assert planted >= 6 and len(groups) >= 48
-    seen_first = [(flag, round(group.gain, 4)) for flag, group in zip(bad, groups, strict=True)][
-        : planted + 2
-    ]
-    assert all(bad[: planted // 2]) and sum(bad[:planted]) > 0.6 * planted, seen_first
+    assert all(bad[: planted // 2]) and sum(bad[:planted]) > 0.6 * planted, bad
     assert groups[0].gain < 0 < groups[-1].gain
 
 
