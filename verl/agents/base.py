@@ -5,6 +5,7 @@ Coroutines of these interfaces run in one event loop, in a thread of their own (
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ Schema = Mapping[str, Any]
 """An OpenAI function schema: {"type": "function", "function": {"name", "description", "parameters"}}."""
 Message = dict[str, Any]
 FailureKind = Literal["failed", "timeout", "unknown", "malformed"]
+_THOUGHT = re.compile(r"<think>.*?(</think>|\Z)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,14 @@ class ToolFailed(Exception):
         super().__init__(text)
         self.text = text
         self.kind = kind
+
+
+class TryAgain(ToolFailed):
+    """The server of an environment takes no conversation now: it has as many as it may (`full`), or it is away."""
+
+    def __init__(self, text: str, full: bool) -> None:
+        super().__init__(text)
+        self.full = full
 
 
 class ToolProvider(ABC):
@@ -97,3 +107,7 @@ def row_column(row: Mapping[str, Any], name: str) -> Any:
     """A column of the row, or the entry of that name in its extra_info."""
     value, extra = row.get(name), row.get("extra_info")
     return extra.get(name) if value is None and isinstance(extra, Mapping) else value
+
+
+def without_thoughts(text: str) -> str:
+    return _THOUGHT.sub("", text).strip()

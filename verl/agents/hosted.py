@@ -34,6 +34,8 @@ class HostedInfo:
     """Columns a row must have, because `reset` asks for them."""
     replaceable: bool = False
     """Whether a process that ended is replaced by a new one, which is reset with the same row."""
+    server: str = ""
+    """The address that `reset` waits for with TryAgain."""
 
 
 Called = tuple[str, float | None]

@@ -41,6 +41,11 @@ _GATEWAY = (502, 504)
 """Answers of a proxy whose server did not answer: it is away, or this call alone took too long."""
 _AWAY = (429, 503, *_GATEWAY)
 """Answers of a server, or of a proxy before it, that asks to try again."""
+_LIMITS = {
+    "HTTP 429": "Lower rollout.multi_turn.max_concurrent_requests, or ask for a higher limit",
+    "CAPACITY_REACHED": "Raise max_concurrent_envs of the server",
+}
+"""What helps where a server has a limit."""
 _NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout)
 
 _log = logging.getLogger(__name__)
@@ -75,8 +80,9 @@ class Contact:
         )
 
     def _advice(self, problem: str) -> str:
-        if problem.startswith("HTTP 429"):
-            return "Lower rollout.multi_turn.max_concurrent_requests, or ask for a higher limit"
+        for words, advice in _LIMITS.items():
+            if problem.startswith(words):
+                return advice
         return "Start it again" if self.heard is not None else f"Start it, or correct {self.key}"
 
 

@@ -427,5 +427,5 @@ class ConversationSampler(Sampler):
 def row_of(prompts: DataProto, row: int) -> dict[str, Any]:
     """The columns of the data file, as environments get them."""
     column = {name: values[row] for name, values in prompts.non_tensor_batch.items()}
-    own = {"prompt": column["raw_prompt"], **(column.get("columns") or {})}
-    return own | {name: column.get(name) for name in ROW_FIELDS if name != "prompt"}
+    own = {"uid": column["uid"], "prompt": column["raw_prompt"], **(column.get("columns") or {})}
+    return own | {name: column.get(name) for name in ROW_FIELDS if name not in ("uid", "prompt")}

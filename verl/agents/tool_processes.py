@@ -10,35 +10,28 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import importlib
 import logging
 import math
 import pickle
-import random
 import socket
-import sys
-import threading
+import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, field
+from typing import Any, get_args
 from weakref import WeakValueDictionary
 
-from verl.agents.agent_code import load_agent
-from verl.agents.base import FailureKind, Message, ToolCall, ToolFailed, ToolsLost
-from verl.agents.builtin_tools import BuiltinTools, load_builtin
-from verl.agents.hosted import Called, Hosted, HostedFactory, HostedInfo, as_reward
-from verl.agents.tools import load_environment, load_tools, load_user
+from verl.agents import tool_service
+from verl.agents.base import FailureKind, Message, ToolCall, ToolFailed, ToolsLost, TryAgain
+from verl.agents.hosted import Called, HostedInfo, as_reward
+from verl.agents.remote import Contact, Outage
+from verl.agents.tool_service import MAX_RESULT, Target
 from verl.errors import RESUME, ConfigError
-from verl.user_code import error_line
-from verl.user_process import Connection, PythonProcess, Service
+from verl.user_process import Connection, PythonProcess
 
 MAX_WORKERS = 256
 """Processes that run plain functions, at most; a call waits for one."""
 MAX_CONVERSATIONS = 256
 """Conversations that have processes of their own, at most; the next one waits for the end of another."""
-MAX_RESULT = 1 << 20
-"""Characters of a result that are kept, half of them from its end."""
-_MAX_ERROR = 1000
 _CLOSE_S = 5.0
 _MAX_RESTARTS = 3
 _FORKS_AHEAD = 16  # the socket's buffer has room for so many
@@ -46,87 +39,6 @@ _SHOWN_FAILURES = 20
 
 _log = logging.getLogger(__name__)
 _output_log = logging.getLogger("verl.agents.output")
-
-
-@dataclass(frozen=True)
-class Target:
-    """What to import."""
-
-    kind: Literal["builtin", "tools", "environment", "user", "agent", "command"]
-    spec: str
-    builtin: BuiltinTools | None = None
-
-
-# ---- in the processes
-
-
-def serve_targets(targets: Sequence[Target]) -> Service:
-    """Import every target. The description is of each factory the number of its target and its HostedInfo; requests are
-    (number of the factory, method of `Hosted`, its arguments, a seed or None), and ("close") ends the process."""
-    loaded: list[tuple[int, HostedFactory]] = []
-    for number, target in enumerate(targets):
-        if target.kind == "environment":
-            loaded += [(number, factory) for factory in load_environment(target.spec)]
-        elif target.kind in ("agent", "command"):
-            loaded.append((number, load_agent(target.spec, command=target.kind == "command")))
-        elif target.builtin is not None:
-            loaded.append((number, load_builtin(target.builtin)))
-        else:
-            loaded.append((number, (load_user if target.kind == "user" else load_tools)(target.spec)))
-    if threading.active_count() > 1:
-        names = ", ".join(thread.name for thread in threading.enumerate()[1:])
-        sys.stderr.write(
-            f"Importing the tools started threads ({names}); forked processes do not have them. Start them in a call.\n"
-        )
-    importlib.import_module("jsonschema")  # or every process would, in its first call
-    if "numpy" in sys.modules:
-        importlib.import_module("numpy.random")
-    hosted: dict[int, Hosted] = {}  # every forked process fills its own
-
-    async def answer(
-        number: int, method: str, arguments: tuple[Any, ...], seed: int | None
-    ) -> dict[str, Any]:
-        if method == "close":
-            if number in hosted:
-                await hosted[number].close()
-            raise SystemExit(0)
-        if seed is not None:
-            _seed(seed)
-        try:
-            if number not in hosted:
-                hosted[number] = loaded[number][1].create()
-            return {"result": _cut(await getattr(hosted[number], method)(*arguments))}
-        except (Exception, asyncio.CancelledError) as error:  # sys.exit ends the process
-            kind = error.kind if isinstance(error, ToolFailed) else ""
-            return {"error": _describe(error), "kind": kind, "where": error_line(error)}
-
-    return Service(answer, [[number, asdict(factory.info)] for number, factory in loaded])
-
-
-def _seed(seed: int) -> None:
-    random.seed(seed)
-    if "numpy.random" in sys.modules:
-        sys.modules["numpy.random"].seed(seed & 0xFFFFFFFF)
-
-
-def _describe(error: BaseException) -> str:
-    try:
-        text = error.text if isinstance(error, ToolFailed) else f"{type(error).__name__}: {error}"
-    except Exception:  # a user's __str__ may raise anything
-        text = type(error).__name__
-    return text if len(text) <= _MAX_ERROR else text[:_MAX_ERROR] + " ..."
-
-
-def _cut(value: Any) -> Any:
-    if isinstance(value, tuple):  # of a call, with its reward
-        return [_cut(each) for each in value]
-    if isinstance(value, str) and len(value) > MAX_RESULT:
-        half = MAX_RESULT // 2
-        return f"{value[:half]}\n[{len(value) - MAX_RESULT} characters left out]\n{value[-half:]}"
-    return value
-
-
-# ---- the trainer's end
 
 
 class ToolProcess(Connection):
@@ -151,7 +63,9 @@ class ForkServer(PythonProcess):
     async def start(cls, targets: Sequence[Target]) -> ForkServer:
         server = cls()
         try:
-            loaded = await server.load(f"{__name__}:serve_targets", targets, ConfigError, forks=True)
+            loaded = await server.load(
+                f"{tool_service.__name__}:serve_targets", targets, ConfigError, forks=True
+            )
             if loaded is None:
                 specs = ", ".join(target.spec for target in targets)
                 raise ConfigError(f"Importing {specs} {await server.how_it_ended()}.")
@@ -197,6 +111,7 @@ class ToolProcesses:
         self._adding: asyncio.Task[None] | None = None
         self._free = asyncio.Semaphore(MAX_CONVERSATIONS)
         self._seats: WeakValueDictionary[str, _Seat] = WeakValueDictionary()
+        self._contacts: dict[int, Contact] = {}
         self._shown = 0
         self._closing = False
 
@@ -231,6 +146,11 @@ class ToolProcesses:
         seat = _Seat(self._free)
         seat = self._seats.setdefault(conversation, seat) if conversation else seat
         return Instance(self, target, seed_key or conversation, seat, self.infos[target].replaceable)
+
+    def contact(self, target: int) -> Contact:
+        """The server of an environment that has one."""
+        new = Contact("The server of the environment", self.infos[target].server, "multi_turn.environment")
+        return self._contacts.setdefault(target, new)
 
     async def close(self) -> None:
         """End all processes; calls that run or wait fail. Safe to call twice."""
@@ -318,6 +238,8 @@ class ToolProcesses:
             self._show(f"{name} {process.ended}")
             raise ToolFailed(f"{name} {process.ended}.")
         text = str(answer.get("error"))
+        if answer.get("full") is not None:
+            raise TryAgain(text, answer["full"])
         self._show(f"{name} failed: {text}{answer.get('where', '')}")
         if answer.get("kind") in get_args(FailureKind):  # the text was written for the model
             raise ToolFailed(text, answer["kind"])
@@ -370,8 +292,19 @@ class Instance:
         self._closed = False
 
     async def reset(self, row: dict[str, Any], timeout_s: float) -> str | None:
+        """ToolsLost: the server of the environment answers nobody."""
         self._row = row
-        return _text_or_none(await self._request("reset", (row,), timeout_s))
+        contact = self._owner.contact(self._target)
+        outage = Outage(contact)
+        while True:
+            try:
+                opening = _text_or_none(await self._request("reset", (row,), timeout_s))
+                contact.heard = time.monotonic()
+                return opening
+            except TryAgain as refused:
+                if refused.full:
+                    contact.heard = time.monotonic()
+                await outage.pause(refused.text)
 
     async def run(self, row: dict[str, Any], base_url: str, api_key: str) -> Any:
         return await self._request("run", (row, base_url, api_key), math.inf, "the agent")

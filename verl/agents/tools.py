@@ -21,6 +21,7 @@ from verl.agents.hosted import (
     HostedObject,
     parameters_of,
 )
+from verl.agents.hubs import hub_of, load_hub
 from verl.agents.schemas import NoSchema, ToolFunction
 from verl.errors import ConfigError
 from verl.user_code import attribute, import_path
@@ -102,9 +103,11 @@ def load_tools(spec: str) -> HostedFactory:
 
 
 def load_environment(spec: str) -> list[HostedFactory]:
-    """The class at file.py:Name or module:Name; the only class, or every Environment, of file.py; or the
-    interactions a YAML file names."""
+    """The class at file.py:Name or module:Name; the only class, or every Environment, of file.py; the
+    interactions a YAML file names; or an environment of a hub."""
     key = "multi_turn.environment"
+    if hub_of(spec):
+        return [load_hub(spec)]
     if _is_yaml(spec):
         from verl.agents.configured import load_interactions_yaml
 

@@ -9,7 +9,6 @@ import asyncio
 import itertools
 import logging
 import os
-import re
 import sys
 import threading
 import time
@@ -17,7 +16,15 @@ import traceback
 from collections.abc import Collection, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
-from verl.agents.base import Message, Schema, ToolCall, ToolFailed, ToolProvider, row_column
+from verl.agents.base import (
+    Message,
+    Schema,
+    ToolCall,
+    ToolFailed,
+    ToolProvider,
+    row_column,
+    without_thoughts,
+)
 from verl.agents.chat_endpoint import ChatEndpoint, EndpointKeys
 from verl.agents.formats import ToolFormat
 from verl.agents.hosted import HostedInfo
@@ -35,7 +42,7 @@ KEY = "actor_rollout_ref.rollout.multi_turn"
 SINGLE_TURN = OWN_AGENTS[0]
 ROUTING_COLUMNS = ("environment", "agent_name", "interaction_kwargs", "extra_info")
 """Columns that decide which environment a row's conversation has."""
-ROW_FIELDS = ("prompt", "data_source", "ground_truth", "extra_info")
+ROW_FIELDS = ("uid", "prompt", "data_source", "ground_truth", "extra_info")
 """What a row always has, besides the columns of its file."""
 END_S = 10.0
 """For conversations that are given up."""
@@ -52,7 +59,6 @@ _END_RULE = (
 _OPENING = "Hello, how can I help?"
 _NOT_THEIRS = (os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(__file__)), "<")
 """Where files of Python and of this package are."""
-_THOUGHT = re.compile(r"<think>.*?(</think>|\Z)", re.DOTALL)
 
 
 class FunctionTools(ToolProvider):
@@ -358,7 +364,7 @@ class EndpointUser:
         choice = await self._endpoint.complete(request, timeout_s)
         try:
             text = choice["message"]["content"] or ""
-            said = _THOUGHT.sub("", plain_text(text)).strip()
+            said = without_thoughts(plain_text(text))
         except (KeyError, TypeError, ValueError):
             raise ToolFailed(
                 f"The simulated user's answer has no choices[0].message.content: {str(choice)[:200]}"
@@ -383,7 +389,7 @@ def swap_roles(messages: Sequence[Message]) -> list[Message]:
         if role == "assistant":
             if following is not None and _is_tool_result(following):
                 continue
-            text = _THOUGHT.sub("", text).strip()
+            text = without_thoughts(text)
         new = "user" if role == "assistant" else "assistant"
         if swapped[-1]["role"] == new:
             earlier = swapped.pop()["content"]
