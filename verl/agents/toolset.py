@@ -143,12 +143,12 @@ class Agents:
         self._refuse_equal_names()
 
     def _add_hosted(self, number: int, target: Target, info: HostedInfo) -> None:
-        if target.kind == "environment":
+        if target.kind in ("agent", "command") or "run" in info.hooks:
+            self.agent = (number, info)
+        elif target.kind == "environment":
             if info.name in self.environments:
                 raise ConfigError(f"{KEY}.environment: two environments are called {info.name!r}; rename one")
             self.environments[info.name] = (number, info)
-        elif target.kind in ("agent", "command"):
-            self.agent = (number, info)
         elif target.kind == "user":
             self.user = (number, info)
         elif info.stateful:

@@ -26,6 +26,7 @@ from typing import Any, TextIO
 from verl.data.file_search import KNOWN, ending, expand, looks_like
 from verl.data.messages import is_conversation
 from verl.data.special_tokens import require_characters
+from verl.data.verifiers import PREFIX, verifiers_dataset
 from verl.errors import DataError, missing_package
 from verl.json_input import parse_json
 
@@ -179,7 +180,9 @@ def read_rows(files: Files, *, key: str = "data.train_files", split: str = "trai
     entries = [files] if isinstance(files, str | Path) else list(files or ())
     if not entries or any(not str(entry).strip() for entry in entries):
         raise DataError(f"{key} is empty: give a file, a folder, a list of them ({KNOWN}) or a dataset id.")
-    found = [file for entry in entries for file in expand(entry, split, key)]
+    found: list[Path | str] = []
+    for entry in entries:
+        found += [entry] if str(entry).startswith(PREFIX) else expand(entry, split, key)
     rows = Rows(
         [_read(file, key) if isinstance(file, Path) else _from_hub(file, split, key) for file in found]
     )
@@ -192,7 +195,10 @@ def read_rows(files: Files, *, key: str = "data.train_files", split: str = "trai
 
 
 def _from_hub(name: str, split: str, key: str) -> _File:
-    """`owner/name`, `owner/name:split` or `owner/name:config:split`."""
+    """`owner/name`, `owner/name:split` or `owner/name:config:split`; or the data of an environment."""
+    if name.startswith(PREFIX):
+        table = verifiers_dataset(name, split, key).with_format("arrow")[:]
+        return _File(name, table, tuple(table.column_names), None)
     try:
         import datasets
     except ImportError as error:

@@ -113,7 +113,7 @@ def open_agents(
             from verl.serve.fetching import AGENT_ENDPOINT
             from verl.serve.training import SessionServer
         except ImportError as error:
-            key = "rollout.multi_turn.agent" + ("" if multi_turn.agent else "_command")
+            key = f"rollout.multi_turn.{multi_turn.own_agent}"
             raise missing_package(str(error.name).partition(".")[0], "serve", key) from error
         door = SessionServer(folder / AGENT_ENDPOINT if multi_turn.agents_elsewhere else None)
     return ConversationRunner(multi_turn, cfg.data, tokenizer, stops, loops, door)

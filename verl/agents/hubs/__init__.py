@@ -13,7 +13,7 @@ from verl.agents.base import row_column
 from verl.agents.hosted import HostedFactory
 
 KEY = "multi_turn.environment"
-HUBS = ("gym", "openenv")
+HUBS = ("gym", "openenv", "verifiers")
 
 
 def hub_of(spec: str) -> str | None:

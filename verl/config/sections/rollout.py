@@ -55,7 +55,7 @@ class MultiTurnUserConfig:
     )
 
 
-_OWN_AGENT = ".agent or .agent_command"
+_OWN_AGENT = ".agent or .agent_command or .environment"
 
 
 @dataclass
@@ -68,7 +68,8 @@ class MultiTurnConfig:
     tools: list[str] = key([], "file.py, file.py:name, module, or a YAML file of tools; or a list", path=True)
     environment: list[str] = key(
         [],
-        "class, one instance per sample: file.py:Name or module:Name; or a list (column environment)",
+        "class, one instance per sample: file.py:Name or module:Name; gym:ID, openenv:URL or verifiers:NAME; or a "
+        "list (column environment)",
         path=True,
     )
     agent: str | None = key(
@@ -129,13 +130,19 @@ class MultiTurnConfig:
     @property
     def answers(self) -> bool:
         """Whether anything can answer the model."""
-        named = self.tools or self.environment or self.tool_server or self.mcp
-        return bool(named or self.user.path or self.user.base_url)
+        named = self.tools or self.tool_server or self.mcp or self.user.path or self.user.base_url
+        return bool(named) or len(self.environment) > self._own_agents.count("environment")
 
     @property
-    def own_agent(self) -> str | None:
-        """The user's agent, which comes through the endpoint."""
-        return self.agent or self.agent_command
+    def _own_agents(self) -> list[str]:
+        """The keys of what runs whole conversations, which come through the endpoint."""
+        keys = ["environment" for spec in self.environment if self.enable and spec.startswith("verifiers:")]
+        return [key for key in ("agent", "agent_command") if getattr(self, key)] + keys
+
+    @property
+    def own_agent(self) -> str:
+        """The key of the user's agent, or of an environment that runs its conversations as an agent does; or empty."""
+        return next(iter(self._own_agents), "")
 
     @property
     def agents_elsewhere(self) -> bool:
@@ -158,9 +165,10 @@ class MultiTurnConfig:
 
     def errors(self, name: str) -> Iterator[str]:
         """What is wrong within the section called `name`."""
-        if self.own_agent and (self.answers or (self.agent and self.agent_command)):
-            others = "agent_command, tools, environment, tool_server, mcp or user"
-            yield f"'{name}.agent' runs whole conversations and cannot be combined with {name}.{others}; keep one"
+        own = self.own_agent
+        if own and (self.answers or len(self._own_agents) > 1):
+            every = "agent, agent_command, tools, environment, tool_server, mcp and user"
+            yield f"'{name}.{own}' runs whole conversations and cannot be combined with others of {every}; keep one"
         if not self.enable:
             return
         user = self.user

@@ -1,0 +1,42 @@
+"""`verifiers:NAME`: environments of the package verifiers. Each runs its own conversations, as an agent of the user's
+does, with the run as its OpenAI endpoint; its rubric gives the reward."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+from verl.agents.agent_code import addresses, outcome
+from verl.agents.base import ToolFailed
+from verl.agents.hosted import Hosted, HostedFactory, HostedInfo, finished
+from verl.agents.hubs import KEY
+from verl.data.verifiers import PREFIX, load_verifiers
+
+_OURS = ("uid", "data_source", "ground_truth", "extra_info", "environment")
+_LIMIT = "(rollout.multi_turn.max_turns)"
+"""Part of the refusal of another turn, with which the conversation ends."""
+
+
+def load(name: str, where: str) -> HostedFactory:
+    environment = load_verifiers(f"{PREFIX}{name}", KEY)
+    info = HostedInfo(f"{PREFIX}{name}", [], ("run",), stateful=True)
+    return HostedFactory(info, functools.partial(HostedVerifiers, environment))
+
+
+class HostedVerifiers(Hosted):
+    """One conversation."""
+
+    def __init__(self, environment: Any) -> None:
+        self._environment = environment
+
+    async def run(self, row: dict[str, Any], base_url: str, api_key: str) -> Any:
+        from verifiers.types import ClientConfig
+
+        os.environ.update(addresses(base_url, api_key))
+        given = {"example_id": 0, **{name: value for name, value in row.items() if name not in _OURS}}
+        client = ClientConfig(api_key_var="OPENAI_API_KEY", api_base_url=base_url)
+        output = await finished(self._environment.run_rollout(given, client, "policy", {}))
+        if (error := output.get("error")) and _LIMIT not in str(error):
+            raise ToolFailed(f"{self._environment.env_id}: {error}"[:1000])
+        return outcome({**(output.get("metrics") or {}), "reward": output.get("reward")})
