@@ -18,6 +18,8 @@ COMPONENTS := .venv-components
 # mlflow needs older versions of protobuf and pyarrow than those beside vLLM and Ray. This environment has what .venv has,
 # torch among it, and its own versions of the rest.
 TRACKERS := .venv-trackers
+# verifiers needs an older mcp than vLLM. An environment of the same kind.
+HUBS := .venv-hubs
 # The lowest version of every package that pyproject.toml accepts. Python 3.11 first: the older numpy and pyarrow have
 # no wheels for 3.13.
 OLDEST := .venv-oldest
@@ -75,6 +77,9 @@ test-components: $(COMPONENTS)/.ready system-components
 	@$(MAKE) --no-print-directory $(TRACKERS)/.ready \
 		|| echo "make: $(TRACKERS) could not be built; tests/components/test_trackers.py is skipped" >&2
 	! test -f $(TRACKERS)/.ready || $(TEST_ENV) $(TRACKERS)/bin/python -m pytest -m components tests/components/test_trackers.py
+	@$(MAKE) --no-print-directory $(HUBS)/.ready \
+		|| echo "make: $(HUBS) could not be built; tests/agents/test_hubs_packages.py is skipped" >&2
+	! test -f $(HUBS)/.ready || $(TEST_ENV) $(HUBS)/bin/python -m pytest -m components tests/agents/test_hubs_packages.py
 
 # Where one test stands for several places or settings in the suites above, the others are here.
 test-extended: $(VENV)/.dev $(COMPONENTS)/.ready system-components
@@ -126,7 +131,7 @@ dist-test: dist
 venv: $(VENV)/.dev
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(COMPONENTS) $(TRACKERS) $(DOCS) $(DIST) site build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(COMPONENTS) $(TRACKERS) $(HUBS) $(DOCS) $(DIST) site build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # Some distributions ship Python without ensurepip; pip can then install into the environment from outside.
 $(BIN)/python:
@@ -163,13 +168,14 @@ $(COMPONENTS)/.ready: pyproject.toml constraints-components.txt
 	$(COMPONENTS)/bin/python -m pip uninstall -qq --yes torchvision torchaudio torchcodec
 	@touch $@
 
-$(TRACKERS)/.ready: pyproject.toml constraints-components.txt $(VENV)/.dev
+$(TRACKERS)/.ready: INSTALLED = '.[wandb,tensorboard,mlflow,trackio,swanlab]'
+$(HUBS)/.ready: INSTALLED = '.[gymnasium,openenv,verifiers]' openenv-core
+$(TRACKERS)/.ready $(HUBS)/.ready: pyproject.toml constraints-components.txt $(VENV)/.dev
 	rm -f $@
-	test -x $(TRACKERS)/bin/python || $(BIN)/python -m venv $(TRACKERS)
+	test -x $(@D)/bin/python || $(BIN)/python -m venv $(@D)
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
-		> "$$($(TRACKERS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth"
-	$(TRACKERS)/bin/python -m pip install -qq --no-compile --constraint constraints-components.txt \
-		--editable '.[wandb,tensorboard,mlflow,trackio,swanlab]'
+		> "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth"
+	$(@D)/bin/python -m pip install -qq --no-compile --constraint constraints-components.txt --editable $(INSTALLED)
 	@touch $@
 
 $(DOCS)/.ready: pyproject.toml

@@ -14,8 +14,8 @@ from verl.agents.hubs import KEY
 from verl.data.verifiers import PREFIX, load_verifiers
 
 _OURS = ("uid", "data_source", "ground_truth", "extra_info", "environment")
-_LIMIT = "(rollout.multi_turn.max_turns)"
-"""Part of the refusal of another turn, with which the conversation ends."""
+_ENDS = ("(rollout.multi_turn.max_turns)", "EmptyModelResponseError")
+"""In the text of errors that are the end of a conversation: another turn was refused, or the model said nothing."""
 
 
 def load(name: str, where: str) -> HostedFactory:
@@ -34,9 +34,11 @@ class HostedVerifiers(Hosted):
         from verifiers.types import ClientConfig
 
         os.environ.update(addresses(base_url, api_key))
-        given = {"example_id": 0, **{name: value for name, value in row.items() if name not in _OURS}}
+        given = {"example_id": 0, "answer": row.get("ground_truth") or ""}
+        given |= {name: value for name, value in row.items() if name not in _OURS}
         client = ClientConfig(api_key_var="OPENAI_API_KEY", api_base_url=base_url)
         output = await finished(self._environment.run_rollout(given, client, "policy", {}))
-        if (error := output.get("error")) and _LIMIT not in str(error):
-            raise ToolFailed(f"{self._environment.env_id}: {error}"[:1000])
+        error = str(output.get("error") or "")
+        if error and not any(words in error for words in _ENDS):
+            raise ToolFailed(f"the environment failed: {error}")
         return outcome({**(output.get("metrics") or {}), "reward": output.get("reward")})
