@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from verl.agents.hubs import environment_kwargs, group_seed, hub_of, last_intege
 from verl.agents.hubs.openenv import action_of, observation_text
 from verl.agents.tool_processes import Target, ToolProcesses
 from verl.agents.tools import load_environment
-from verl.errors import MissingPackage
+from verl.data.files import read_rows
+from verl.errors import ConfigError, MissingPackage
 
 REFUSING = """
 from verl.agents.base import TryAgain
@@ -47,6 +49,7 @@ class World:
     [
         ("gym:Guess-v0", "gymnasium", "gymnasium>="),
         ("openenv:http://127.0.0.1:1", "websockets", "websockets>="),
+        ("verifiers:wordle", "verifiers", "verifiers>="),
     ],
 )
 def test_a_package_that_is_missing_is_named_with_the_command_that_installs_it(
@@ -57,6 +60,30 @@ def test_a_package_that_is_missing_is_named_with_the_command_that_installs_it(
         load_environment(spec)
     for words in (f"multi_turn.environment={spec}", f"'{package}'", f"pip install '{install}"):
         assert words in str(caught.value)
+
+
+def test_a_version_of_verifiers_without_load_environment_is_named(monkeypatch):
+    later = ModuleType("verifiers")
+    later.__version__ = "0.4.0"
+    monkeypatch.setitem(sys.modules, "verifiers", later)
+    with pytest.raises(
+        ConfigError, match=r"data.train_files=verifiers:wordle: the installed version 0\.4\.0"
+    ):
+        read_rows("verifiers:wordle")
+
+
+def test_an_environment_of_verifiers_runs_as_an_agent_does_and_stands_alone():
+    one = settings_of(environment=["verifiers:a"])
+    assert one.own_agent == "environment" and not one.answers and not list(one.errors("here"))
+    assert settings_of(environment=["gym:a"]).own_agent == "" and settings_of(environment=["gym:a"]).answers
+    assert settings_of(environment=["verifiers:a"], enable=False).own_agent == ""
+    assert settings_of(agent="mine.py:agent").own_agent == "agent"
+    for more in ({"environment": ["verifiers:a", "gym:b"]}, {"environment": ["verifiers:a", "verifiers:b"]}):
+        (error,) = settings_of(**more).errors("here")
+        assert "'here.environment' runs whole conversations" in error
+    for more in ({"agent": "mine.py:agent"}, {"tools": ["tools.py"]}):
+        (error,) = settings_of(environment=["verifiers:a"], **more).errors("here")
+        assert "runs whole conversations" in error
 
 
 def test_only_the_prefix_of_a_hub_names_a_hub(write):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import time
@@ -226,19 +227,16 @@ def openings(run: Any) -> dict[str, set[str]]:
 # ---- gymnasium
 
 
-async def played(hosted: Any, row: dict[str, Any], *replies: str) -> list[Any]:
-    texts = [await hosted.reset(row)]
-    for reply in replies:
-        texts.append((await hosted.user(reply, []), await hosted.turn_reward()))
-    await hosted.close()
-    return texts
-
-
 def play(spec: str, row: dict[str, Any], *replies: str) -> list[Any]:
-    import asyncio
+    async def played() -> list[Any]:
+        (factory,) = load_environment(spec)
+        hosted = factory.create()
+        texts: list[Any] = [await hosted.reset(row)]
+        texts += [(await hosted.user(reply, []), await hosted.turn_reward()) for reply in replies]
+        await hosted.close()
+        return texts
 
-    (factory,) = load_environment(spec)
-    return asyncio.run(played(factory.create(), row, *replies))
+    return asyncio.run(played())
 
 
 @pytest.mark.slow(seconds=10)
@@ -304,8 +302,6 @@ def test_a_server_of_openenv_gives_the_rows_of_an_environment_of_ours(train, ser
     theirs = train(PLAIN, f"{KEY}.environment=openenv:{url}", folder="openenv")
     same_rows(ours, theirs)
     assert openings(ours) == openings(theirs)
-
-    import asyncio
 
     (factory,) = load_environment(f"openenv:{url}/")
 
