@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from verl.config.sections.rollout import VERIFIERS
 from verl.data.file_search import KNOWN, ending, expand, looks_like
 from verl.data.messages import is_conversation
 from verl.data.special_tokens import require_characters
-from verl.data.verifiers import PREFIX, verifiers_dataset
 from verl.errors import DataError, missing_package
 from verl.json_input import parse_json
 
@@ -182,7 +182,7 @@ def read_rows(files: Files, *, key: str = "data.train_files", split: str = "trai
         raise DataError(f"{key} is empty: give a file, a folder, a list of them ({KNOWN}) or a dataset id.")
     found: list[Path | str] = []
     for entry in entries:
-        found += [entry] if str(entry).startswith(PREFIX) else expand(entry, split, key)
+        found += [entry] if str(entry).startswith(VERIFIERS) else expand(entry, split, key)
     rows = Rows(
         [_read(file, key) if isinstance(file, Path) else _from_hub(file, split, key) for file in found]
     )
@@ -196,7 +196,9 @@ def read_rows(files: Files, *, key: str = "data.train_files", split: str = "trai
 
 def _from_hub(name: str, split: str, key: str) -> _File:
     """`owner/name`, `owner/name:split` or `owner/name:config:split`; or the data of an environment."""
-    if name.startswith(PREFIX):
+    if name.startswith(VERIFIERS):
+        from verl.data.verifiers import verifiers_dataset
+
         table = verifiers_dataset(name, split, key).with_format("arrow")[:]
         return _File(name, table, tuple(table.column_names), None)
     try:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from verl.config.sections.rollout import VERIFIERS
 from verl.errors import ConfigError, missing_package
 from verl.user_code import error_line, import_path, is_file
-
-PREFIX = "verifiers:"
 
 
 def load_verifiers(spec: str, key: str) -> Any:
     """What `load_environment` returns of the package, or of the file, that follows the prefix."""
-    name, where = spec.removeprefix(PREFIX).strip(), f"{key}={spec}"
+    name, where = spec.removeprefix(VERIFIERS).strip(), f"{key}={spec}"
     try:
         import verifiers
     except ImportError:

@@ -11,7 +11,8 @@ from verl.agents.agent_code import addresses, outcome
 from verl.agents.base import ToolFailed
 from verl.agents.hosted import Hosted, HostedFactory, HostedInfo, finished
 from verl.agents.hubs import KEY
-from verl.data.verifiers import PREFIX, load_verifiers
+from verl.config.sections.rollout import VERIFIERS
+from verl.data.verifiers import load_verifiers
 
 _OURS = ("uid", "data_source", "ground_truth", "extra_info", "environment")
 _ENDS = ("(rollout.multi_turn.max_turns)", "EmptyModelResponseError")
@@ -19,8 +20,8 @@ _ENDS = ("(rollout.multi_turn.max_turns)", "EmptyModelResponseError")
 
 
 def load(name: str, where: str) -> HostedFactory:
-    environment = load_verifiers(f"{PREFIX}{name}", KEY)
-    info = HostedInfo(f"{PREFIX}{name}", [], ("run",), stateful=True)
+    environment = load_verifiers(f"{VERIFIERS}{name}", KEY)
+    info = HostedInfo(f"{VERIFIERS}{name}", [], ("run",), stateful=True)
     return HostedFactory(info, functools.partial(HostedVerifiers, environment))
 
 

@@ -55,6 +55,8 @@ class MultiTurnUserConfig:
     )
 
 
+VERIFIERS = "verifiers:"
+"""What the names of environments, and of data, of the package verifiers begin with."""
 _OWN_AGENT = ".agent or .agent_command or .environment"
 
 
@@ -136,7 +138,7 @@ class MultiTurnConfig:
     @property
     def _own_agents(self) -> list[str]:
         """The keys of what runs whole conversations, which come through the endpoint."""
-        keys = ["environment" for spec in self.environment if self.enable and spec.startswith("verifiers:")]
+        keys = ["environment" for spec in self.environment if self.enable and spec.startswith(VERIFIERS)]
         return [key for key in ("agent", "agent_command") if getattr(self, key)] + keys
 
     @property
