@@ -252,13 +252,12 @@ def test_an_environment_of_gymnasium_gives_the_rows_of_one_of_ours(train, write)
 
 def test_numbers_are_actions_and_an_episode_may_be_cut(write) -> None:
     spec = f"gym:{write(GYM, 'words.py')}:Numbers-v0"
-    help = "Nothing was done: end with the number of an action, from 1 to 2."
+    told = ("Nothing was done: end with the number of an action, from 1 to 2.", None)
     row = {"uid": "0-1", "environment_kwargs": {"most": 2, "seed": 3, "options": {"a": 1}, "other": None}}
     opening, *turns = play(spec, row, "<think>2</think>none", "I take 3", "it is <1>", "<think>7", "2")
     assert opening == "1 to 2, 3, {'a': 1}"
-    assert turns[:2] == [(help, None), (help, None)] and turns[3] in ((help, None),)
-    outcomes = {turns[2], turns[4]}
-    assert (None, 1.0) in outcomes or outcomes == {("1 is wrong", 0.0), (None, 1.0)}
+    assert turns[0] == turns[1] == turns[3] == told
+    assert [turns[2], turns[4]].count((None, 1.0)) == 1
     cut = play(spec, {"uid": "0-1", "environment_kwargs": {"most": 10**6}}, "1", "2", "3")
     assert cut[1:] == [("1 is wrong", 0.0), ("2 is wrong", 0.0), (None, 0.0)]
     same, other = (play(spec, {"uid": uid})[0] for uid in ("0-1", "0-2"))
