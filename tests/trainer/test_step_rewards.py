@@ -12,6 +12,7 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from tests.tiny_run import read_metrics, untimed
+from tests.torchrun import finish, start
 from verl.config.load import load_config
 from verl.config.schema import RewardTrainingConfig
 from verl.config.sections.reward import RewardModelConfig
@@ -37,8 +38,8 @@ def data(tmp_path_factory) -> Path:
     return folder
 
 
-def config(model: Path | str, data: Path, out: Path, *more: str) -> RewardTrainingConfig:
-    words = [
+def arguments(model: Path | str, data: Path, out: Path, *more: str) -> list[str]:
+    return [
         f"model.path={model}",
         f"data.train_files={data}/train.parquet",
         f"data.val_files={data}/val.parquet",
@@ -52,8 +53,12 @@ def config(model: Path | str, data: Path, out: Path, *more: str) -> RewardTraini
         "trainer.logger=[]",
         "trainer.test_freq=-1",
         "trainer.save_freq=-1",
+        *more,
     ]
-    return load_config(RewardTrainingConfig, [*words, *more])
+
+
+def config(model: Path | str, data: Path, out: Path, *more: str) -> RewardTrainingConfig:
+    return load_config(RewardTrainingConfig, arguments(model, data, out, *more))
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +148,23 @@ def test_the_gradient_is_that_of_plain_transformers(trained, data, tmp_path):
     line = read_metrics(run)[0]
     assert line["train/loss"] == pytest.approx(float(loss.detach()), rel=1e-4)
     assert line["train/grad_norm"] == pytest.approx(float(norm), rel=1e-3)
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_numbers_of_one(trained, tmp_path):
+    """Three answers, and one, are no multiple of two."""
+    rng = random.Random(2)
+    for name, count in (("train", 7), ("val", 5)):
+        write_rows([planted(rng) for _ in range(count)], tmp_path / f"{name}.parquet")
+    few = ("data.train_batch_size=3", "trainer.test_freq=1")
+    start_from, log = folder_of(trained), tmp_path / "log.txt"
+    words = arguments(start_from, tmp_path, tmp_path / "two", *few)
+    code, text = finish(start("verl.trainer.reward_trainer", words, log), log)
+    assert code == 0, text[-3000:]
+    one = reward_trainer.run(config(start_from, tmp_path, tmp_path / "one", *few)).folder
+    lines = zip(untimed(read_metrics(tmp_path / "two")), untimed(read_metrics(one)), strict=True)
+    for mine, theirs in lines:
+        assert mine == pytest.approx(theirs, rel=1e-3, abs=1e-5)
 
 
 def test_a_model_of_steps_is_refused_where_one_score_is_wanted(trained):
