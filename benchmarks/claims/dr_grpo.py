@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         ends = [train(args.steps, seed, args.right, aggregation, by_deviation) for seed in range(args.seeds)]
         rows.append([name, *(mean_and_error([end[kind] for end in ends]) for kind in (1, 0))])
     show_table(["loss", "right answers", "wrong answers"], rows)
-    show("\nmean |advantage| of a group of 8, by the share of right answers:\n")
+    show("mean |advantage| of a group of 8, by the share of right answers:\n")
     shares = (0.05, 0.2, 0.5, 0.8, 0.95)
     weights = {
         name: [difficulty_weight(share, by_deviation) for share in shares]

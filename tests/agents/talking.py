@@ -27,12 +27,16 @@ REWRITING = TEMPLATE.replace(
 """Keeps one word of a turn once it is history."""
 
 
-def plan_format(name: str, plan: Sequence[Sequence[str]]) -> None:
-    """Register a format: the text of a turn selects an entry of `plan`, the tools to call; "" is an unreadable call."""
+def plan_format(name: str, plan: Sequence[Sequence[str]], begins: str | None = None) -> None:
+    """Register a format: the text of a turn selects an entry of `plan`, the tools to call; "" is an unreadable call.
+    `begins`: what a turn has to begin with where a call is demanded."""
 
     @register_tool_format(name)
     class Planned(ToolFormat):
         example = "no example"
+
+        def begin(self, name: str | None) -> str | None:
+            return begins
 
         def parse(self, text: str) -> ParsedTurn:
             chosen = plan[sum(map(ord, text)) % len(plan)]

@@ -11,6 +11,7 @@ import pytest
 from tests.agents.chat_tokenizers import FAMILIES
 from tests.agents.clients import ASK
 from tests.agents.conversations import TOOLS, Talk, settings_of
+from tests.agents.talking import plan_format
 from tests.agents.test_sessions import same_tokens
 from tests.examples.running import EXAMPLES, INSTALLED, check_claims, run_script
 
@@ -113,6 +114,26 @@ def agent(row):
     graph = create_react_agent(ChatOpenAI(model="gpt-4o"), [ask])
     graph.invoke({"messages": list(row["prompt"])})
 '''
+SMOLAGENTS = '''
+from smolagents import OpenAIServerModel, ToolCallingAgent, tool
+
+
+@tool
+def ask(text: str) -> str:
+    """Answer.
+
+    Args:
+        text: What is asked.
+    """
+    return "heard " + text[::-1]
+
+
+def agent(row, base_url, api_key):
+    model = OpenAIServerModel("gpt-4o", api_base=base_url, api_key=api_key)
+    agent = ToolCallingAgent(tools=[ask], model=model, max_steps=2, verbosity_level=0)
+    agent.prompt_templates["system_prompt"] = "Ask."
+    agent.run(row["prompt"][-1]["content"])
+'''
 
 
 def ours(family: str, folder: Path) -> list[Any]:
@@ -122,9 +143,9 @@ def ours(family: str, folder: Path) -> list[Any]:
         return talk.run(range(4), max_tokens=400)
 
 
-def through(text: str, folder: Path, family: str = "qwen2_5") -> list[Any]:
+def through(text: str, folder: Path, family: str = "qwen2_5", form: str = "asking") -> list[Any]:
     (folder / "agent.py").write_text(text)
-    talk = Talk(family, settings_of(format="asking", agent=f"{folder}/agent.py:agent"))
+    talk = Talk(family, settings_of(format=form, agent=f"{folder}/agent.py:agent"))
     with closing(talk.runner):
         return talk.run(range(4), max_tokens=400)
 
@@ -147,6 +168,22 @@ def test_a_graph_continues_its_history(tmp_path: Path) -> None:
         assert talk.error is None, talk.error
         assert len(talk.rows) == 1 and talk.metrics["agents/dropped_turns"] == 0
     assert max(len(talk.model_turns) for talk in found) > 1
+
+
+def test_an_agent_that_writes_calls_as_text_continues_its_history(tmp_path: Path) -> None:
+    """smolagents demands calls, writes them as text, and at its last step asks with a prompt of its own."""
+    pytest.importorskip("smolagents")
+    plan_format("demanded", [["ask"], ["ask"], ["ask", "ask"]], begins="a b")
+    for talk in through(SMOLAGENTS, tmp_path, form="demanded"):
+        assert talk.error is None, talk.error
+        named = {name.removeprefix("agents/"): value for name, value in talk.metrics.items()}
+        assert (named["chains"], named["dropped_turns"], named["rewritten_histories"]) == (2, 0, 1)
+        assert len(talk.rows) == 2 and len(talk.model_turns) == 3
+        assert [m["role"] for m in talk.messages[:5]] == ["system", "user", "assistant", "user", "assistant"]
+        for begun in (talk.messages[2], talk.messages[4]):
+            assert begun["content"].startswith("a b"), "the demanded beginning is a part of the turn"
+        # The policy did not draw it.
+        assert sum(talk.response_mask) == sum(map(len, talk.drawn_ids))
 
 
 def test_the_example_does_what_its_readme_says(tmp_path: Path) -> None:

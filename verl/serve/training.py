@@ -104,6 +104,7 @@ class SessionModel(ServedModel):
         async for answer in super().answers(order):
             if isinstance(answer, SampleAnswer):
                 turn = turns.turns[answer.sample]
+                turn.text = turn.text if turn.said else order.begun + turn.text
                 turn.said = Said.drawn(answer.content, answer.calls, order.begun + answer.text)
                 turn.call_ids |= {call.id: number for number, call in enumerate(answer.calls)}
             yield answer
