@@ -44,7 +44,7 @@ def flipped(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     ]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "digits_reward.py").write_text(REWARD)
-    keys = ["data.train_batch_size=64", "actor_rollout_ref.rollout.n=8", "trainer.save_freq=1"]
+    keys = ["data.train_batch_size=64", "actor_rollout_ref.rollout.n=8", "trainer.save_freq=3"]
     keys += ["actor_rollout_ref.actor.optim.lr=1e-2", f"trainer.total_training_steps={STEP}"]
     train(load_ppo_config(tiny_run(tiny_model_dir, folder, *keys, folder=folder / "run")))
     return folder / "run"
@@ -58,6 +58,7 @@ def seen(flipped: Path) -> why.Seen:
     return found
 
 
+@pytest.mark.slow(seconds=10)
 def test_planted_bad_rewards_come_out_on_top(seen: why.Seen) -> None:
     groups = why.ranked(seen.rows())
     bad = [group.rows[0]["data_source"] == "flipped" for group in groups]
