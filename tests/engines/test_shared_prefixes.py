@@ -148,7 +148,7 @@ def worst(plain, shared) -> float:
 
 def test_outputs_and_gradients_are_those_of_separate_rows(tools, architecture):
     plain, shared = both(tools, tools.model(architecture), groups())
-    assert worst(plain, shared) < 1e-6
+    assert worst(plain, shared) < 3e-6
 
 
 @pytest.mark.parametrize(
