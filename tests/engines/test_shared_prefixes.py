@@ -148,7 +148,8 @@ def worst(plain, shared) -> float:
 
 def test_outputs_and_gradients_are_those_of_separate_rows(tools, architecture):
     plain, shared = both(tools, tools.model(architecture), groups())
-    assert worst(plain, shared) < 3e-6
+    # The experts of gpt_oss are steep: in float32 their rounding alone is above the bound of the others.
+    assert worst(plain, shared) < (3e-6 if architecture == "gpt_oss" else 1e-6)
 
 
 @pytest.mark.parametrize(

@@ -109,17 +109,22 @@ EXTRAS = {
     "actor_rollout_ref.rollout.multi_turn.mcp=\"['python mcp_server.py']\" "
     "actor_rollout_ref.rollout.multi_turn.max_turns=2 data.max_prompt_length=2048",
     "gym": "verl prepare gym/basic_arithmetic --to gym --count 8 --test_count 4",
+    "gymnasium": f"{TRAIN} trainer.experiment_name=gymnasium actor_rollout_ref.rollout.multi_turn.enable=True "
+    "actor_rollout_ref.rollout.multi_turn.environment=gym:FrozenLake-v1 "
+    "actor_rollout_ref.rollout.multi_turn.max_turns=2 data.max_prompt_length=2048",
     "serve": f"timeout --preserve-status -s INT 60 verl serve {MODEL} --port 0 trainer.device=cpu || test $? = 130",
     "all": "verl --version",
     "dev": "pytest --version",
     "docs": "mkdocs --version",
 }
 LEFT_OUT = {
+    "openenv": "needs a server of OpenEnv (make test-components has one)",
+    "verifiers": "needs another version of mcp than vLLM (make test-components has an environment for it)",
     "attention": "needs an NVIDIA GPU and its version of torch",
     "vllm": "needs an NVIDIA GPU and its own version of torch",
     "sglang": "needs an NVIDIA GPU and its own version of torch",
 }
-"""Extras that cannot live beside the others on a CPU."""
+"""Extras that need more than an environment on a CPU."""
 
 
 @dataclass(frozen=True)
