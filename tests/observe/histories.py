@@ -18,6 +18,8 @@ from verl.observe.health import HealthMonitor
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 VAL = "val-core/digits/reward/mean@1"
 NAN, INF = float("nan"), float("inf")
+DISTILLED = {f"{ACTOR}.policy_loss.loss_mode": "distillation"}
+TAUGHT_TOO = {"actor_rollout_ref.teacher.coef": 1.0}
 WELL = {
     "reward/mean": 0.5,
     "reward/min": 0.0,
@@ -369,10 +371,13 @@ RIGHT: dict[str, list[Case]] = {
         Case(once(batch_of([1.0]), reward__min=1.0, reward__max=1.0)),  # one response
         Case(series(reward__min=[0.0, 1.0], reward__max=[1.0, 1.0])),  # it learned the task
         Case(series(reward__min=[-1.0, 0.0], reward__max=[0.0, 0.0])),
+        Case(once(reward__min=0.0, reward__max=0.0), settings=DISTILLED),
+        Case(once(reward__min=0.0, reward__max=0.0), settings=TAUGHT_TOO),
     ],
     "groups_without_signal": [
         Case(once(groups(17, 20))),
         Case(once(groups(19, 20), reward__mean=0.95)),  # solved
+        Case(once(groups(19, 20)), settings=TAUGHT_TOO),
     ],
     "reward_never_called": [
         Case(once(reward__calls=1.0)),

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from verl.config.keys import get
+from verl.config.methods import needed_columns
 
 if TYPE_CHECKING:
     from verl.observe.batch_metrics import BatchFacts
@@ -149,6 +150,11 @@ class History:
         """Whether rewards are near the best there is: equal or short responses are right then."""
         mean, best = self.latest("reward/mean"), self.latest("reward/max")
         return mean is not None and best is not None and best > 0 and mean >= 0.8 * best
+
+    @property
+    def taught(self) -> bool:
+        """Whether a teacher's distribution is learned, which no reward decides."""
+        return "teacher_log_probs" in needed_columns(self.config)
 
     def validations(self) -> list[tuple[int, float]]:
         """(step, validation score) of every validation so far; the mean over the core metrics."""

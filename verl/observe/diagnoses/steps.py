@@ -45,7 +45,7 @@ def reward_outliers(h: History) -> Seen | None:
 @diagnosis("step", "there is nothing to learn from")
 def rewards_all_equal(h: History) -> Seen | None:
     low, high = h.latest("reward/min"), h.latest("reward/max")
-    if low is None or high is None or low != high or (h.batch is not None and h.batch.sequences < 2):
+    if low is None or low != high or h.taught or (h.batch is not None and h.batch.sequences < 2):
         return None
     if low >= max(h.series("reward/max")) and low > min(h.series("reward/min")):
         return None  # it learned to get the best reward it knows
@@ -60,7 +60,7 @@ def groups_without_signal(h: History) -> Seen | None:
     if h.batch is None or h.batch.groups < 4 or h.batch.constant_groups == h.batch.groups:
         return None  # all of them constant: `rewards_all_equal`, or nothing a group estimator can use
     share = h.batch.constant_groups / h.batch.groups
-    if share < 0.9 or h.solved:
+    if share < 0.9 or h.solved or h.taught:
         return None
     n = h.rollout.n
     seen = f"{share:.0%} of the prompts got equal rewards for all responses"
