@@ -45,11 +45,16 @@ def keys(tiny_model_dir: Path, tmp_path: Path) -> list[str]:
     return tiny_run(tiny_model_dir, tmp_path, "actor_rollout_ref.rollout.n=8", "reward.max_failure_ratio=1")
 
 
+def files(folder: Path) -> list[Path]:
+    """Without what Python keeps of the reward function's file."""
+    return sorted(path for path in folder.rglob("*") if "__pycache__" not in path.parts)
+
+
 def test_the_planted_rates_are_found(
     keys: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    before = sorted(tmp_path.rglob("*"))
+    before = files(tmp_path)
     assert run(["--learn", "--groups", "10", *keys]) == 0
     text = capsys.readouterr().out
     assert (
@@ -61,7 +66,7 @@ def test_the_planted_rates_are_found(
     assert re.search(r"8: 33% of the groups with signal \(14% to 61%\), 4.2 in 100 responses", text)
     assert "data.curriculum_window=[0.08,0.92]" in text and ": 4 of 12 prompts now" in text
     assert re.search(r"data.train_batch_size=30 for 10 groups with signal per step at rollout.n=8", text)
-    assert sorted(tmp_path.rglob("*")) == before  # nothing is kept
+    assert files(tmp_path) == before  # nothing is kept
 
 
 def test_fewer_prompts_are_drawn_from_all_rows_whatever_the_order(
