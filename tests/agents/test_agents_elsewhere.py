@@ -204,6 +204,8 @@ def test_no_more_run_than_may_and_one_that_is_given_up_makes_place(tmp_path) -> 
         samples.leave(one)
         assert (await fetching)["session"] == "two#0"
         await waiting[1]
+        with pytest.raises(ApiError, match="must be a finite number"):
+            await samples.ended(two, Fields(json.loads('{"reward": 1e999}')))
         assert await samples.ended(two, Fields({"reward": 1, "extra": {"a": 2}})) == {"ended": True}
         with pytest.raises(ApiError) as caught:
             await samples.ended(two, Fields({"error": "late"}))
