@@ -141,7 +141,7 @@ def tables_of_objects() -> list[dict[str, Any]]:
     """The tables of classes and functions that users add to, of the modules that are loaded."""
     found = (
         ("verl.agents.agent_loop", "_loops"),
-        ("verl.agents.formats", "_formats"),
+        ("verl.agents.formats.base", "_formats"),
         ("verl.data.tasks", "_tasks"),
         ("verl.observe.trackers", "_registered"),
         ("verl.reward.managers", "CLASSES"),
@@ -164,7 +164,7 @@ def forgotten_plugins() -> Iterator[None]:
             if id(entry) not in known_objects and not entry.__module__.startswith("verl."):
                 del table[name]
     if loops := sys.modules.get("verl.agents.agent_loop"):
-        sys.modules["verl.agents.formats"]._parsers -= loops.ToolParser._registry.keys()
+        sys.modules["verl.agents.formats.base"]._parsers -= loops.ToolParser._registry.keys()
         loops.ToolParser._registry.clear()
     for table in engine_tables():
         for name in set(table) - known:

@@ -38,6 +38,8 @@ class ParsedTurn:
     calls: tuple[ToolCall, ...] = ()
     problems: tuple[str, ...] = ()
     """One text for the model per call that could not be read."""
+    thinking: str = ""
+    """Where the format takes it apart."""
 
 
 class ToolFailed(Exception):
@@ -101,6 +103,8 @@ class ToolRecord:
     seconds: float = 0.0
     reward: float | None = None
     """That the tool gave for this call."""
+    call_id: str = ""
+    """That the model gave it."""
 
 
 def row_column(row: Mapping[str, Any], name: str) -> Any:

@@ -113,13 +113,15 @@ class Episode:
     async def _run_tools(self, text: str) -> TurnAnswer:
         parsed, limit = await self.parse(text), self.agents.cfg.max_parallel_calls
         running = [
-            self._recorded(ToolRecord(call.name, call.arguments), partial(self.call_tool, call))
+            self._recorded(
+                ToolRecord(call.name, call.arguments, call_id=call.id), partial(self.call_tool, call)
+            )
             for call in parsed.calls[:limit]
         ]
         records = list(await asyncio.gather(*running))
         for call in parsed.calls[limit:]:
             told = f"Error: not run; at most {limit} call{'s' if limit > 1 else ''} per turn."
-            records.append(ToolRecord(call.name, call.arguments, told, "malformed"))
+            records.append(ToolRecord(call.name, call.arguments, told, "malformed", call_id=call.id))
         records += [ToolRecord("", {}, f"Error: {problem}", "malformed") for problem in parsed.problems]
         return TurnAnswer(records)
 

@@ -80,16 +80,17 @@ class ConversationRunner:
 
     def _chat_turns(self, chat: ChatFormat, stop_ids: Iterable[int]) -> ChatTurns:
         cfg, agents = self.cfg, self.agents
+        given: dict[str, Any] = {"stop_ids": tuple(stop_ids), "tool_format": agents.format}
         # An agent loop alone renders its prompts itself.
         append = cfg.enable or cfg.own_agent or self.loops is None
         history = cfg.history if append else "split"
         tools, users = agents.has_tools, agents.has_user
         try:
-            return ChatTurns(chat, tools=tools, users=users, history=history, stop_ids=stop_ids)
+            return ChatTurns(chat, tools=tools, users=users, history=history, **given)
         except ConfigError as error:
             if not cfg.own_agent:
                 raise
-            turns = ChatTurns(chat, tools=True, users=False, history=history, stop_ids=stop_ids)
+            turns = ChatTurns(chat, tools=True, users=False, history=history, **given)
             logger.info("what the user says after the model's first turn begins another history: %s", error)
             return turns
 
@@ -103,12 +104,7 @@ class ConversationRunner:
         if name in parser_names():
             return "hermes"  # not used: agent loops read the calls
         if name == "auto":
-            try:
-                name = detect_format(str(chat.tokenizer.chat_template or ""))
-            except ConfigError:
-                if not self.cfg.own_agent:
-                    raise
-                return "hermes"  # not used: a request that offers tools is refused
+            name = detect_format(str(chat.tokenizer.chat_template or ""))
             logger.info("%s.format=auto: tool calls are read as %s", KEY, name)
         if name in TOOL_FORMATS and name != "hermes" and chat.ignores_tools:
             raise ConfigError(
@@ -419,7 +415,7 @@ class ConversationSampler(Sampler):
             for record in answer.records
         ]
         return [
-            self.turns.tool_message(record.name, text, f"call_{number}")
+            self.turns.tool_message(record.name, text, record.call_id or f"call_{number}")
             for number, (record, text) in enumerate(zip(answer.records, texts, strict=True))
         ]
 

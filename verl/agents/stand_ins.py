@@ -18,6 +18,7 @@ from verl.agents.base import Message, ToolFailed
 from verl.agents.chat_endpoint import ChatEndpoint
 from verl.agents.remote import plain_text
 from verl.agents.runner import ConversationRunner, ConversationSampler, Talk
+from verl.data.messages import stored_calls
 from verl.errors import RolloutError
 from verl.models.weight_source import WeightSource
 from verl.rollout.base import BatchEngine, FinishReason, Request, Response
@@ -97,29 +98,15 @@ class EndpointSampler(WrittenSampler):
 
     def spoken(self, messages: Sequence[Message]) -> list[Message]:
         """The conversation as endpoints know it: calls apart from the text, each answer after its call."""
-        spoken: list[Message] = []
-        unanswered: list[str] = []
-        for message in messages:
-            role, content = message["role"], message["content"]
-            if role == "assistant":
-                parsed = self.agents.format.parse(str(content))
-                unanswered = [f"call_{number}" for number in range(len(parsed.calls))]
-                written = {"role": role, "content": parsed.content if parsed.calls else content}
-                if parsed.calls:
-                    written["tool_calls"] = [
-                        {
-                            "id": name,
-                            "type": "function",
-                            "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
-                        }
-                        for name, call in zip(unanswered, parsed.calls, strict=True)
-                    ]
-                spoken.append(written)
-            elif "tool_call_id" in message and unanswered:
-                spoken.append({"role": "tool", "tool_call_id": unanswered.pop(0), "content": content})
-            else:  # what answers an unreadable call is said by the user
-                spoken.append({"role": "user" if role == "tool" else role, "content": content})
-        return spoken
+        fields = {"tool": ("role", "content", "tool_call_id"), "assistant": ("role", "content", "tool_calls")}
+        return [
+            {
+                name: message[name]
+                for name in fields.get(message["role"], ("role", "content"))
+                if name in message
+            }
+            for message in stored_calls(self.agents.format.apart(messages))
+        ]
 
 
 def turn_text(message: Mapping[str, Any]) -> str:

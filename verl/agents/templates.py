@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from verl.agents.base import Message, Schema
+from verl.agents.formats import ToolFormat
 from verl.data.chat import ChatFormat
 from verl.data.messages import PROBE_TOOL, answer_text, join_answers, short_call_id
 from verl.data.special_tokens import is_encodable
@@ -28,12 +29,21 @@ class ChatTurns:
     """The turns of conversations in one chat template. `tools` and `users` say which messages answer the model."""
 
     def __init__(
-        self, chat: ChatFormat, *, tools: bool, users: bool, history: str, stop_ids: Iterable[int] = ()
+        self,
+        chat: ChatFormat,
+        *,
+        tools: bool,
+        users: bool,
+        history: str,
+        stop_ids: Iterable[int] = (),
+        tool_format: ToolFormat | None = None,
     ) -> None:
         """Refuses, with ConfigError, a template that rewrites what the model saw; history=split takes it.
 
-        `stop_ids`: further tokens that end a turn, as the model's generation config names them."""
+        `stop_ids`: further tokens that end a turn, as the model's generation config names them. `tool_format`: how the
+        model writes calls, to give them to the template apart from the text where it wants that."""
         self.chat = chat
+        self._format = tool_format
         self.users = users
         """Whether users may answer the model."""
         self._name = f"The chat template of '{chat.tokenizer.name_or_path}'"
@@ -48,14 +58,19 @@ class ChatTurns:
         self._hashed_ids = False
         """Whether call ids must be nine letters or digits."""
         self._atomic = chat.atomic_ids
+        ends = chat.tokenizer.convert_tokens_to_ids(list(tool_format.ends)) if tool_format is not None else []
+        self._declared = tuple(sorted(token for token in ends if token in self._atomic))
+        """The ends of turns that the format names."""
+        self._end: int | None = None
+        """Of a turn that the user answers."""
         self._checked: set[tuple[str, ...]] = set()
         try:
             self._end = self._find_end([_question(1)])
-            """Of a turn that the user answers."""
             self.tool_role = tools and self._find_tool_role()
             """Whether tools answer in a role of their own; else they do as the user."""
             self._conversations = list(self._probes(tools, users))
-            found = {self._find_end(answers) for probe in self._conversations for answers in probe}
+            probed = (answers for probe in self._conversations for answers in probe)
+            found = set(self._declared) or {self._find_end(answers) for answers in probed}
             self.end_token_ids = tuple(sorted(token for token in found if token is not None))
             """What the template ends a turn with, where that is a special token: generation has to stop there."""
             self.stop_ids = {*self.end_token_ids, chat.tokenizer.eos_token_id, *stop_ids}
@@ -80,6 +95,8 @@ class ChatTurns:
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Schema]) -> list[int]:
         """The ids of a conversation up to the header of the model's next turn."""
+        if self._format is not None and (self._as_calls or self._format.wraps_content):
+            messages = [self.chat.with_arguments(message) for message in self._format.apart(messages)]
         return self.chat.encode([self._render(messages, tools=tools)])[0]
 
     def after(self, drawn: Sequence[int], messages: Sequence[Message]) -> list[int]:
@@ -154,7 +171,7 @@ class ChatTurns:
             for answer in answers
             if answer["role"] == "tool"
         ]
-        return {"role": "assistant", "content": "", "tool_calls": calls}
+        return self.chat.with_arguments({"role": "assistant", "content": "", "tool_calls": calls})
 
     def _after_text(self, messages: Sequence[Message]) -> str:
         """From the end of a turn to the header of the next."""
@@ -163,9 +180,10 @@ class ChatTurns:
         if _PLACEHOLDER not in text:
             raise DataError("it leaves out the turn of the model")
         after = text.split(_PLACEHOLDER, 1)[1]
-        if "tool_calls" in turn and self._end is not None:  # the rest of the calls is the model's, too
-            end = str(self.chat.tokenizer.convert_ids_to_tokens(self._end))
-            after = after[after.find(end) :]
+        ends = self._declared or (() if self._end is None else (self._end,))
+        if "tool_calls" in turn:  # the rest of the calls is the model's, too
+            written = map(str, self.chat.tokenizer.convert_ids_to_tokens(list(ends)))
+            after = after[min((at for end in written if (at := after.find(end)) >= 0), default=0) :]
         return after
 
     def _find_end(self, answers: Sequence[Message]) -> int | None:
@@ -183,7 +201,7 @@ class ChatTurns:
         )
 
     def _find_tool_role(self) -> bool:
-        for as_calls in (False, True) if self._append else (False,):
+        for as_calls in (False, True) if self._append or self._format is not None else (False,):
             for call_id in ("call_1", "call00001"):
                 self._as_calls, self._hashed_ids = as_calls, len(call_id) == 9
                 answer = {"role": "tool", "name": "lookup", "tool_call_id": call_id, "content": ""}

@@ -26,6 +26,7 @@ from verl.data.messages import (
     plain_text,
     probe_call,
     read_messages,
+    stored_calls,
     tools_text,
     with_short_ids,
 )
@@ -110,7 +111,7 @@ class ChatFormat:
     @cached_property
     def writes_calls(self) -> bool:
         """Whether the template writes `tool_calls`."""
-        text = self._probe([_QUESTION, probe_call("inquired")], False, [PROBE_TOOL])
+        text = self._probe([_QUESTION, self.with_arguments(probe_call("inquired"))], False, [PROBE_TOOL])
         return text is None or "inquired" in text  # refused with the row's name where it is rendered
 
     @cached_property
@@ -129,7 +130,8 @@ class ChatFormat:
             return self.render([_QUESTION, turn, answer, turn, answer], generate=True, tools=tools)
 
         text = text_of("tool")
-        if text.count("found") != 2:
+        before = [part.rpartition("said")[2] for part in text.split("found")[:-1]]
+        if len(before) != 2 or before[0] != before[1]:  # DeepSeek's counts answers until the next call
             return False
         with suppress(DataError):
             other = text_of("stranger")
@@ -312,10 +314,23 @@ class ChatFormat:
             return calls_as_text(messages, tool_role=False)
         if not self.writes_calls:
             return calls_as_text(messages, tool_role=self.takes_tool_role)
+        messages = [self.with_arguments(message) for message in messages]
         changed = with_short_ids(messages)
         if changed == messages or self._takes(messages, tools) or not self._takes(changed, tools):
             return messages
         return changed
+
+    def with_arguments(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """A message with arguments of calls as JSON text, where the template (DeepSeek's) refuses mappings."""
+        return stored_calls([message])[0] if self._takes_json_text else dict(message)
+
+    @cached_property
+    def _takes_json_text(self) -> bool:
+        call = probe_call("inquired")
+        texts = [
+            self._probe([_QUESTION, each], False, [PROBE_TOOL]) for each in (call, *stored_calls([call]))
+        ]
+        return texts[0] is None and texts[1] is not None
 
     def _takes(self, messages: Messages, tools: Tools | None) -> bool:
         try:

@@ -18,7 +18,7 @@ from verl.agents.formats import ToolFormat, detect_format, get_format
 from verl.agents.schemas import fit_arguments
 from verl.data.chat import ChatFormat
 from verl.data.messages import Messages
-from verl.errors import ConfigError, DataError
+from verl.errors import DataError
 from verl.rollout.base import Response, SamplingParams
 from verl.rollout.source import ModuleEngine, generation_mode
 from verl.serve.draws import EngineThread
@@ -108,19 +108,15 @@ class ServedModel:
     default_tokens: int
     """Most tokens of an answer whose request names no number."""
     created: int = 0
-    format: ToolFormat | None = field(init=False)
+    format: ToolFormat = field(init=False)
     turn_ids: frozenset[int] = field(init=False)
-    """What the chat template ends a turn with."""
+    """What the chat template, or the format, ends a turn with."""
 
     def __post_init__(self) -> None:
         self.tokenizer = self.chat.tokenizer
-        self._no_format = ""
-        self.format = None
-        try:
-            self.format = get_format(detect_format(str(self.tokenizer.chat_template or "")))
-        except ConfigError as error:
-            self._no_format = str(error)
+        self.format = get_format(detect_format(str(self.tokenizer.chat_template or "")))
         ends = self.chat.encode_following([self.chat.turn_end or ""])[0][:2]
+        ends += self.tokenizer.convert_tokens_to_ids(list(self.format.ends))
         self.turn_ids = frozenset(token for token in ends if token in self.chat.atomic_ids)
 
     def is_called(self, name: str) -> bool:
@@ -143,8 +139,6 @@ class ServedModel:
         """Messages, with calls and answers of tools as the request has them. DataError where there is none."""
         if not messages or not all(isinstance(message, Mapping) for message in messages):
             raise DataError("'messages' must be a list of at least one message with 'role' and 'content'")
-        if tools and self.format is None:
-            raise DataError(f"this model's tools cannot be served: {self._no_format}")
         # OpenAI's later name of the system's role, which templates do not know.
         named = [{**m, "role": "system"} if m.get("role") == "developer" else m for m in messages]
         read = self.chat.read_prompt(named, _WHERE)
@@ -158,7 +152,7 @@ class ServedModel:
 
     def with_call(self, order: DrawOrder, name: str | None) -> DrawOrder:
         """The order with a turn that begins with a call, of this function if one is named."""
-        begun = self.format.begin(name) if self.format is not None else None
+        begun = self.format.begin(name)
         if begun is None:
             raise DataError("a call cannot be demanded: the tool format of this model has no known beginning")
         return replace(
@@ -272,15 +266,12 @@ class _Reader:
 
     def _visible(self) -> str:
         """The part of the text that no call and no stop string can take back."""
-        text, order, form = self._text, self.order, self.model.format
-        if order.tools:
-            opening = None if form is None or order.begun else form.opening
-            if opening is None:
-                return ""
-            # White space before a call is not part of the content.
-            text = _before(text, opening).rstrip()
+        order, form = self.order, self.model.format
         longest = max(map(len, order.sampling.stop), default=1) - 1
-        return text[: max(len(self._text) - longest, 0)]
+        text = self._text[: max(len(self._text) - longest, 0)]
+        if not order.tools and not form.wraps_content:
+            return text
+        return "" if order.begun else form.visible(text)
 
     async def end(self, response: Response) -> SampleAnswer:
         model, order = self.model, self.order
@@ -311,9 +302,11 @@ class _Reader:
     def _apart(self, text: str) -> tuple[str, tuple[ToolCall, ...]]:
         """Content and calls. A turn with a call that cannot be read is text."""
         order, form = self.order, self.model.format
-        if not order.tools or form is None:
+        if not order.tools and not form.wraps_content:
             return text, ()
         parsed = form.parse(order.begun + text)
+        if form.wraps_content and not parsed.calls and not parsed.problems:
+            return parsed.content, ()
         known = {tool["function"]["name"]: tool for tool in order.tools}
         if parsed.problems or not parsed.calls or any(call.name not in known for call in parsed.calls):
             return order.begun + text, ()
@@ -324,20 +317,10 @@ class _Reader:
             except ToolFailed:
                 if call.name in order.strict:
                     return order.begun + text, ()
-            calls.append(replace(call, id=f"call_{secrets.token_hex(12)}"))
+            named = call.id and call.id not in (each.id for each in calls)
+            calls.append(call if named else replace(call, id=f"call_{secrets.token_hex(12)}"))
         spaces = text[: len(text) - len(text.lstrip())]  # as they were streamed
         return (spaces + parsed.content if parsed.content else ""), tuple(calls)
-
-
-def _before(text: str, opening: str) -> str:
-    """The text before a mark, or before what may be the beginning of one at its end."""
-    at = text.find(opening)
-    if at >= 0:
-        return text[:at]
-    for length in range(min(len(opening) - 1, len(text)), 0, -1):
-        if text.endswith(opening[:length]):
-            return text[:-length]
-    return text
 
 
 def arguments_text(call: ToolCall) -> str:

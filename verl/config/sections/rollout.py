@@ -12,7 +12,19 @@ from verl.config.capabilities import ENGINES, engine_spec
 from verl.config.keys import key, section
 from verl.config.sections.actor import MODEL_DTYPES, LogProbConfig
 
-TOOL_FORMATS = ("auto", "hermes", "qwen3_coder", "llama3_json")
+TOOL_FORMATS = (
+    *(
+        "auto",
+        "hermes",
+        "qwen3_coder",
+        "llama3_json",
+        "mistral",
+        "mistral_v11",
+        "deepseek_v3",
+        "deepseek_v31",
+    ),
+    *("kimi_k2", "glm45", "minimax_m2", "gemma4", "functiongemma", "gpt-oss"),
+)
 
 
 @dataclass
