@@ -160,8 +160,8 @@ PIECES = [
     "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<|tool_calls_section_begin|>", "<|tool_call_begin|>", "f:0",
     "<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|start|>", "<|channel|>", "final", " to=functions.f",
     "<|end|>", "<|message|>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<minimax:tool_call>",
-    '<invoke name="f">', '<parameter name="a">', "</invoke>", "</minimax:tool_call>", "<|tool_call>", "call:f", "{a:", '<|"|>',
-    "<tool_call|>",
+    '<invoke name="f">', '<parameter name="a">', "</invoke>", "</minimax:tool_call>", "<|tool_call>", "call:f", "{a:",
+    '<|"|>', "<tool_call|>",
     '{"name":', '"f",', '"arguments":', '"parameters":', "{}", ";", "[", "}", "]", '"', "1",
     '"\\ud800"', "\n",
 ]  # fmt: skip

@@ -158,10 +158,11 @@ class ChatTurns:
         written = _encodable(join_answers(messages))
         return self.chat.render(written, generate=generate, where=where, tools=tools, drawn=True)
 
-    def _turn(self, content: str, answers: Sequence[Message]) -> Message:
-        """A model turn with these answers; `content` is part of what the template writes for it."""
+    def _turn(self, content: str, answers: Sequence[Message], thought: str = "") -> Message:
+        """A model turn with these answers; `content` is part of what the template writes for it, `thought` its
+        thinking."""
         if not self._as_calls or all(answer["role"] != "tool" for answer in answers):
-            return {"role": "assistant", "content": content}
+            return {"role": "assistant", "content": thought + content}
         calls = [
             {
                 "id": answer["tool_call_id"],
@@ -171,7 +172,7 @@ class ChatTurns:
             for answer in answers
             if answer["role"] == "tool"
         ]
-        return self.chat.with_arguments({"role": "assistant", "content": "", "tool_calls": calls})
+        return self.chat.with_arguments({"role": "assistant", "content": thought, "tool_calls": calls})
 
     def _after_text(self, messages: Sequence[Message]) -> str:
         """From the end of a turn to the header of the next."""
@@ -201,7 +202,8 @@ class ChatTurns:
         )
 
     def _find_tool_role(self) -> bool:
-        for as_calls in (False, True) if self._append or self._format is not None else (False,):
+        both = (True, False) if self._declared else (False, True)  # calls end in another token than an answer
+        for as_calls in both if self._append or self._format is not None else (False,):
             for call_id in ("call_1", "call00001"):
                 self._as_calls, self._hashed_ids = as_calls, len(call_id) == 9
                 answer = {"role": "tool", "name": "lookup", "tool_call_id": call_id, "content": ""}
@@ -250,16 +252,16 @@ class ChatTurns:
         messages = list(prompt)
         row = self._render(messages, tools=tools)
         for number, answers in enumerate(conversation):
-            content = style.format(f"Thought {number}.") + f"Turn {number}."
+            thought, content = style.format(f"Thought {number}."), f"Turn {number}."
             if any("tool_call_id" in answer for answer in answers):
                 content += f"\n{_CALL}"
-            turn = self._turn(content, answers)
+            turn = self._turn(content, answers, thought)
             if messages[-1]["role"] == "assistant":  # a prompt that ends inside the model's turn
                 turn = {**turn, "content": messages.pop()["content"] + turn["content"]}
             messages += [turn, *answers]
             longer = self._render(messages, tools=tools)
             if self._append:
-                drawn = None if "tool_calls" in turn else content
+                drawn = None if "tool_calls" in turn else thought + content
                 problem = self._difference(row, drawn, self._after_text(answers), longer, bool(style))
                 if problem is not None:
                     raise ConfigError(

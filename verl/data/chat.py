@@ -326,10 +326,8 @@ class ChatFormat:
 
     @cached_property
     def _takes_json_text(self) -> bool:
-        call = probe_call("inquired")
-        texts = [
-            self._probe([_QUESTION, each], False, [PROBE_TOOL]) for each in (call, *stored_calls([call]))
-        ]
+        probes = [probe_call("inquired"), *stored_calls([probe_call("inquired")])]
+        texts = [self._probe([_QUESTION, call], False, [PROBE_TOOL]) for call in probes]
         return texts[0] is None and texts[1] is not None
 
     def _takes(self, messages: Messages, tools: Tools | None) -> bool:
