@@ -226,25 +226,6 @@ def test_an_answer_that_one_of_two_clients_has_read_is_kept() -> None:
     assert not asyncio.run(both()).unread
 
 
-TOOLLESS = """
-
-def agent(row, base_url, api_key):
-    client = Client(base_url, api_key)
-    refused = client.post("/chat/completions", messages=row["prompt"], tools=[ASK])
-    assert refused.status_code == 400 and "tools cannot be served" in refused.text, refused.text
-    client.say(row["prompt"])
-    return 1.0
-"""
-
-
-def test_calls_that_cannot_be_read_are_refused_where_tools_are_offered(tmp_path: Path) -> None:
-    (tmp_path / "agent.py").write_text(CLIENT + TOOLLESS)
-    talk = Talk("mistral", settings_of(format="auto", agent=f"{tmp_path}/agent.py:agent"))
-    with closing(talk.runner):
-        (found,) = talk.run([0], n=1, max_tokens=30)
-    assert found.error is None and found.environment_reward == 1.0
-
-
 def test_agents_that_a_step_does_not_wait_for_are_ended(tmp_path: Path) -> None:
     """`rollout.over_sample_rate`: one sleeps, one is in the middle of its conversation."""
     path = tmp_path / "agent.py"

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.agents.chat_tokenizers import CALLING, chat_tokenizer
 from tests.serve.conftest import ADD, CALL
 from verl.config.schema import GenerationConfig
 from verl.data.chat import ChatFormat
@@ -82,3 +83,45 @@ def test_what_may_become_a_call_is_held_back(model: Any) -> None:
     assert "".join(told) == end.content == "is 1 <tool or not?"
     told, end = streamed(model, f"<tool_call>none</tool_call>{END}", tools=[ADD])
     assert told == [] and end.content == "<tool_call>none</tool_call>" and not end.calls
+
+
+def family_model(family: str) -> Any:
+    from verl.serve.served_model import ServedModel
+
+    tokenizer = chat_tokenizer(family)
+    engine: Any = SimpleNamespace(engine=None)
+    ends = frozenset({tokenizer.eos_token_id})
+    chat = ChatFormat.of(tokenizer, GenerationConfig().data)
+    return ServedModel(family, chat, engine, ends, context=1000, default_tokens=100)
+
+
+@pytest.mark.parametrize("family", CALLING)
+def test_what_may_become_a_call_is_held_back_in_every_format(family: str) -> None:
+    model = family_model(family)
+    anything = {"type": "function", "function": {"name": "tool", "parameters": {"type": "object"}}}
+    before = (
+        "<|channel|>commentary<|message|>I add. <|end|><|start|>assistant"
+        if family == "gpt_oss"
+        else "I add. \n"
+    )
+    told, end = streamed(model, before + model.format.example, tools=[anything], finish="length")
+    assert "".join(told) == end.content == "I add." and end.finish == "tool_calls"
+    (call,) = end.calls
+    assert (call.name, call.arguments) == ("tool", {"parameter": "value"})
+    assert call.id == "functions.tool:0" if family == "kimi_k2" else call.id.startswith("call_")
+
+
+def test_only_the_content_of_channels_is_told() -> None:
+    model = family_model("gpt_oss")
+    names = {model.tokenizer.convert_ids_to_tokens(end) for end in model.turn_ids}
+    assert names == {"<|return|>", "<|call|>"}, "and not the end of the thinking"
+    thought = "<|channel|>analysis<|message|>Two and two?<|end|><|start|>assistant"
+    answer = f"{thought}<|channel|>final<|message|>Less < five.<|return|>"
+    for tools in ((), [ADD]):
+        told, end = streamed(model, answer, tools=tools)
+        assert "".join(told) == end.content == "Less < five." and not end.calls
+    said = f"{thought}<|channel|>commentary<|message|>I add.<|end|><|start|>assistant"
+    told, end = streamed(model, f"{said}<|channel|>commentary to=functions.add<|message|>{{", tools=[ADD])
+    assert "".join(told) == end.content == "I add." and not end.calls
+    told, end = streamed(model, thought, finish="length")
+    assert told == [] and end.content == ""

@@ -185,6 +185,8 @@ class Episode:
 
     async def _ask_user(self, text: str, messages: list[Message], answer: TurnAnswer) -> str | None:
         user = next((instance for info, instance in self._instances if "user" in info.hooks), None)
+        if (form := self.agents.format).wraps_content:
+            text, messages = form.parse(text).content, form.apart(messages)
         try:
             if user is not None:
                 return await user.user(text, messages, self._timeout_s)

@@ -304,19 +304,20 @@ class _Reader:
         order, form = self.order, self.model.format
         if not order.tools and not form.wraps_content:
             return text, ()
-        parsed = form.parse(order.begun + text)
-        if form.wraps_content and not parsed.calls and not parsed.problems:
-            return parsed.content, ()
+        whole = order.begun + text
+        parsed = form.parse(whole)
+        if form.wraps_content:
+            whole = parsed.content or whole * bool(parsed.calls or parsed.problems)
         known = {tool["function"]["name"]: tool for tool in order.tools}
         if parsed.problems or not parsed.calls or any(call.name not in known for call in parsed.calls):
-            return order.begun + text, ()
+            return whole, ()
         calls = []
         for call in parsed.calls if order.parallel else parsed.calls[:1]:
             try:
                 call = replace(call, arguments=fit_arguments(known[call.name], call.arguments))
             except ToolFailed:
                 if call.name in order.strict:
-                    return order.begun + text, ()
+                    return whole, ()
             named = call.id and call.id not in (each.id for each in calls)
             calls.append(call if named else replace(call, id=f"call_{secrets.token_hex(12)}"))
         spaces = text[: len(text) - len(text.lstrip())]  # as they were streamed

@@ -59,12 +59,10 @@ class ToolFormat(ABC):
                 parsed, ids = self.parse(str(message["content"])), _answered(messages[number + 1 :])
                 as_user = not parsed.calls or bool(parsed.problems)
                 found.append(self._spoken(message, parsed, [] if as_user else ids))
-            elif "tool_call_id" in message and as_user:
-                content, call_id = message["content"], message["tool_call_id"]
-                found.append({"role": "user", "content": content, "tool_call_id": call_id})
             elif "tool_call_id" in message:
-                found.append({**message, "role": "tool"})
+                found.append({**message, "role": "user" if as_user else "tool"})
             else:
+                as_user = False
                 found.append(message)
         return found
 
