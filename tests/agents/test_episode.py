@@ -70,6 +70,13 @@ class Asked(Environment):
     def reward(self):
         return 1.0
 
+class Heard(Environment):
+    def reset(self, **row):
+        pass
+
+    def user(self, reply, messages):
+        return " / ".join([reply, *(message["content"] for message in messages)])
+
 class Rewarded(Environment):
     def reset(self, what, **row):
         self.what = what
@@ -207,6 +214,20 @@ def test_a_conversation_whose_user_or_turn_reward_fails_ends_with_an_error(
     assert answer.error is not None and answer.error.startswith(problem)
     assert answer.records == [] and answer.reward is None
     session.agents.wait_for(session.end())
+
+
+def test_the_user_hears_the_content_of_a_turn_that_has_its_thinking_in_channels(begin, agents, monkeypatch):
+    monkeypatch.setattr(agents, "format", get_format("gpt-oss"))
+    thought = "<|channel|>analysis<|message|>Lie.<|end|><|start|>assistant"
+    answer = say(begin("Heard"), f"{thought}<|channel|>final<|message|>Two.")
+    assert answer.user == "Two. / Two."
+
+
+def test_a_record_has_the_id_that_the_model_gave_the_call(begin, agents, monkeypatch):
+    form = get_format("kimi_k2")
+    monkeypatch.setattr(agents, "format", form)
+    (record,) = say(begin(), form.example.replace("functions.tool:0", "functions.nothing:4")).records
+    assert (record.name, record.call_id, record.failure) == ("nothing", "functions.nothing:4", "unknown")
 
 
 @pytest.mark.parametrize("hook", ["start", "end"])

@@ -58,8 +58,11 @@ class ChatTurns:
         self._hashed_ids = False
         """Whether call ids must be nine letters or digits."""
         self._atomic = chat.atomic_ids
-        ends = chat.tokenizer.convert_tokens_to_ids(list(tool_format.ends)) if tool_format is not None else []
-        self._declared = tuple(sorted(token for token in ends if token in self._atomic))
+        ends, named = (
+            tool_format.ends if tool_format is not None else (),
+            chat.tokenizer.convert_ids_to_tokens,
+        )
+        self._declared = tuple(token for token in sorted(self._atomic) if ends and named(token) in ends)
         """The ends of turns that the format names."""
         self._end: int | None = None
         """Of a turn that the user answers."""

@@ -116,8 +116,10 @@ class ServedModel:
         self.tokenizer = self.chat.tokenizer
         self.format = get_format(detect_format(str(self.tokenizer.chat_template or "")))
         ends = self.chat.encode_following([self.chat.turn_end or ""])[0][:2]
-        ends += self.tokenizer.convert_tokens_to_ids(list(self.format.ends))
-        self.turn_ids = frozenset(token for token in ends if token in self.chat.atomic_ids)
+        named, atomic = self.tokenizer.convert_ids_to_tokens, self.chat.atomic_ids
+        self.turn_ids = frozenset(
+            token for token in atomic if token in ends or named(token) in self.format.ends
+        )
 
     def is_called(self, name: str) -> bool:
         return name == self.name
@@ -311,7 +313,7 @@ class _Reader:
         known = {tool["function"]["name"]: tool for tool in order.tools}
         if parsed.problems or not parsed.calls or any(call.name not in known for call in parsed.calls):
             return whole, ()
-        calls = []
+        calls: list[ToolCall] = []
         for call in parsed.calls if order.parallel else parsed.calls[:1]:
             try:
                 call = replace(call, arguments=fit_arguments(known[call.name], call.arguments))

@@ -189,10 +189,12 @@ class GptOss(ToolFormat):
         return self.parse(self._mark_begun.sub("", text)).content if self._body in text else ""
 
     def parse(self, text: str) -> ParsedTurn:
-        spoken, thinking, calls, position = [], [], [], 0
-        problems: list[str] = []
         if self._body not in text:
             return turn_of([text], [], [])
+        content: list[str] = []
+        thinking: list[str] = []
+        problems: list[str] = []
+        calls, position = [], 0
         while len(problems) <= MAX_PROBLEMS and (mark := text.find(self._body, position)) >= 0:
             header, start = text[position:mark], mark + len(self._body)
             recipient = self._recipient.search(header)
@@ -205,8 +207,8 @@ class GptOss(ToolFormat):
                 except ValueError as error:
                     add_problem(self, problems, error)
             else:
-                (thinking if "<|channel|>analysis" in header else spoken).append(text[start:position])
-        turn = turn_of(["\n".join(spoken)], calls, problems)
+                (thinking if "<|channel|>analysis" in header else content).append(text[start:position])
+        turn = turn_of(["\n".join(content)], calls, problems)
         return replace(turn, thinking="\n".join(thinking))
 
     def _until(self, text: str, position: int) -> int:

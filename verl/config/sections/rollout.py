@@ -13,18 +13,9 @@ from verl.config.keys import key, section
 from verl.config.sections.actor import MODEL_DTYPES, LogProbConfig
 
 TOOL_FORMATS = (
-    *(
-        "auto",
-        "hermes",
-        "qwen3_coder",
-        "llama3_json",
-        "mistral",
-        "mistral_v11",
-        "deepseek_v3",
-        "deepseek_v31",
-    ),
-    *("kimi_k2", "glm45", "minimax_m2", "gemma4", "functiongemma", "gpt-oss"),
-)
+    "auto", "hermes", "qwen3_coder", "llama3_json", "mistral", "mistral_v11", "deepseek_v3", "deepseek_v31", "kimi_k2",
+    "glm45", "minimax_m2", "gemma4", "functiongemma", "gpt-oss",
+)  # fmt: skip
 
 
 @dataclass
