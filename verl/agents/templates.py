@@ -73,7 +73,7 @@ class ChatTurns:
             """Whether tools answer in a role of their own; else they do as the user."""
             self._conversations = list(self._probes(tools, users))
             probed = (answers for probe in self._conversations for answers in probe)
-            found = set(self._declared) or {self._find_end(answers) for answers in probed}
+            found = self._declared or {self._find_end(answers) for answers in probed}
             self.end_token_ids = tuple(sorted(token for token in found if token is not None))
             """What the template ends a turn with, where that is a special token: generation has to stop there."""
             self.stop_ids = {*self.end_token_ids, chat.tokenizer.eos_token_id, *stop_ids}
