@@ -190,11 +190,12 @@ from verl.rollout.vllm.server import VLLMServerRollout as Engine
 saved, killed = Path({saved!r}), Path({killed!r})
 stream, deliver = Engine.stream, Engine.deliver
 
-def killed_while_generating(self, sample):
+async def killed_while_generating(self, sample):
     if saved.exists() and not killed.exists():
         killed.touch()
         os.kill(self.process.pid, signal.SIGKILL)
-    yield from stream(self, sample)
+    async for piece in stream(self, sample):
+        yield piece
 
 def stopped_while_taking_weights(self, pairs):
     if killed.exists() and self.version > 1:

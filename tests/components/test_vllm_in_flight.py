@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import copy
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -64,21 +65,19 @@ def start(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         return
     stream, started, read = type(engine).stream, set(), threading.Semaphore(0)
 
-    def until_the_update(sample: Any) -> Iterator[Any]:
-        chunks, again = stream(engine, sample), sample.name in started
+    async def until_the_update(sample: Any) -> AsyncIterator[Any]:
+        again = sample.name in started
         started.add(sample.name)
-        try:
-            # The server joins tokens that wait to be read: a sample may come in few chunks.
-            yield next(chunks)
-            if not again:
-                read.release()
-                while not engine._updating:
-                    time.sleep(0.01)
-            yield from chunks
-        finally:
-            if not again:
-                read.release()
-            chunks.close()
+        async with contextlib.aclosing(stream(engine, sample)) as pieces:
+            async for piece in pieces:
+                try:
+                    yield piece  # the server joins tokens that wait to be read: it may be the only one
+                finally:
+                    read.release()
+                while not again and not engine._updating:
+                    await asyncio.sleep(0.01)
+                if not again:
+                    return  # however fast the server: the rest is not read
 
     with monkeypatch.context() as patch:
         patch.setattr(engine, "stream", until_the_update)

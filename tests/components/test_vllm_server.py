@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -9,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -89,15 +91,13 @@ def test_abort_through_the_server(server: Any, monkeypatch: Any) -> None:
     """What is running when the abort comes ends with the tokens it has; the server answers on."""
     stream, aborted = server.stream, threading.Event()
 
-    def wait_for_the_abort(sample: Any) -> Iterator[Any]:
-        chunks = stream(sample)
-        try:
-            for chunk in chunks:
-                yield chunk
+    async def wait_for_the_abort(sample: Any) -> AsyncIterator[Any]:
+        async with contextlib.aclosing(stream(sample)) as pieces:
+            async for piece in pieces:
+                yield piece
                 # However fast the server: a long answer is not read further before the short one was aborted on.
-                assert sample.request.request_id == "short" or aborted.wait(300)
-        finally:
-            chunks.close()
+                while sample.request.request_id != "short" and not aborted.is_set():
+                    await asyncio.sleep(0.01)
 
     monkeypatch.setattr(server, "stream", wait_for_the_abort)
     short = Request("short", [4], SamplingParams(max_tokens=2, ignore_eos=True))
@@ -129,7 +129,7 @@ def test_requests_arrive_at_the_server_while_others_run_and_weights_change(
     shake(model)
     server.update_weights(ModuleWeights(model), before + 1)
     beats = watchdog.beats
-    while watchdog.beats < beats + 100:  # some tokens with the new weights
+    while watchdog.beats < beats + 6:  # some tokens with the new weights
         assert server.poll(0.05) == []
     server.abort(["early"])
     (early,) = server.poll()

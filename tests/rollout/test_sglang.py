@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ from verl.models.weight_source import NamedTensors, Names, SourceLogProbs
 from verl.rollout import build_rollout
 from verl.rollout.base import Request, SamplingParams
 from verl.rollout.external_engine import TPFollower, require_engine
-from verl.rollout.sglang import server_arguments
+from verl.rollout.sglang import generate_body, server_arguments
 from verl.rollout.source import ModuleWeights, model_info
 from verl.rollout.weight_sync.broadcast import ReceivedWeights
 from verl.rollout.weight_sync.fingerprint import WeightManifest
@@ -142,54 +142,131 @@ def test_a_rank_that_shares_the_server_asks_the_trainer_for_what_its_host_asks(
     assert host.asked == follower.asked and host.asked[-1] == "log-probs" and len(host.asked) > 5
 
 
-def test_sampling_keys_are_passed_in_sglangs_names(engine: Any) -> None:
+def test_sampling_keys_are_passed_in_sglangs_names(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     sampling = SamplingParams(max_tokens=5, stop_token_ids=(11,), ignore_eos=True, top_p=0.9, min_p=0.1)
     list(engine.generate([Request("a", [5], sampling, partial=((8, 8),))]))
     body = calls(engine, "/generate")[-1]
     params = body["sampling_params"]
     assert params["max_new_tokens"] == 3 and params["stop_token_ids"] == [11] and params["top_p"] == 0.9
     assert params["min_p"] == 0.1 and params["top_k"] == -1 and body["return_logprob"] is True
+    assert params["sampling_seed"] is not None
+    monkeypatch.setattr(engine.config, "per_request_seed", False)
+    list(engine.generate([Request("a", [5], sampling)]))
+    assert calls(engine, "/generate")[-1]["sampling_params"]["sampling_seed"] is None
 
 
-def test_abort_keeps_what_is_there(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    stream, aborted = engine.stream, threading.Event()
+def wait_until_held(engine: Any, count: int) -> None:
+    """Until so many samples have the tokens that /hold allows."""
+    deadline = time.monotonic() + 300
+    while engine.client.call("GET", "/seen")["held"] < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
-    def wait_for_the_abort(sample: Any) -> Iterator[Any]:
-        chunks = stream(sample)
-        try:
-            for chunk in chunks:
-                yield chunk
-                # However fast the server: a long answer is not read further before the short one was aborted on.
-                assert sample.request.request_id == "short" or aborted.wait(300)
-        finally:
-            chunks.close()
 
-    monkeypatch.setattr(engine, "stream", wait_for_the_abort)
-    long = SamplingParams(max_tokens=100, ignore_eos=True)
-    requests = [Request("short", [5], SamplingParams(max_tokens=2, ignore_eos=True))]
-    requests += [Request(f"long{i}", [6], long) for i in range(3)]
-    answers = {}
-    for response in engine.generate(requests):
-        answers[response.request_id] = response
-        engine.abort()
-        aborted.set()
-    assert len(answers) == 4 and next(iter(answers)) == "short"
-    assert answers["long1"].finish_reason == "abort" and len(answers["long1"].token_ids) < 100
+def hold(engine: Any, tokens: int | None) -> None:
+    engine.client.call("POST", "/hold", {"tokens": tokens})
+
+
+def test_an_answer_comes_in_few_pieces_and_an_abort_gets_the_rest_of_it(engine: Any) -> None:
+    sampling = SamplingParams(max_tokens=70, ignore_eos=True)
+    requests = [Request(f"long{i}", [6, i], sampling, seed=4) for i in range(3)]
+    events = engine.client.call("GET", "/seen")["events"]
+    whole = {response.request_id: response for response in engine.generate(requests)}
+    pieces = engine.client.call("GET", "/seen")["events"] - events
+    assert pieces == 3 * 4, "with tokens 1, 33, 65 and 70"
+    hold(engine, 40)
+    engine.submit(requests)
+    wait_until_held(engine, 3)
+    engine.abort(["long1"])
+    (one,) = engine.poll()
+    hold(engine, None)
+    others = [*engine.poll()]
+    others += engine.poll() if len(others) < 2 else []
+    assert one.request_id == "long1" and one.finish_reason == "abort"
+    assert one.token_ids == whole["long1"].token_ids[:40] and one.log_probs == whole["long1"].log_probs[:40]
+    assert {r.request_id: r.token_ids for r in others} == {k: whole[k].token_ids for k in ("long0", "long2")}
+
+
+def test_a_sample_that_waits_for_a_place_is_aborted_at_once(engine: Any) -> None:
+    sampling = SamplingParams(max_tokens=5, ignore_eos=True)
+    hold(engine, 1)
+    engine.submit([Request("a", [5], sampling, n=8), Request("late", [5], sampling)])
+    wait_until_held(engine, 8)
+    engine.abort(["late"])
+    (late,) = engine.poll()
+    assert (late.request_id, late.token_ids, late.finish_reason) == ("late", [], "abort")
+    hold(engine, None)
+    found = [response.finish_reason for responses in iter(engine.poll, []) for response in responses]
+    assert found == ["length"] * 8
+
+
+def test_what_a_piece_repeats_counts_once_and_what_it_lacks_is_an_error(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = [Request("a", [6], SamplingParams(max_tokens=70, ignore_eos=True), seed=4)]
+    (whole,) = engine.generate(requests)
+
+    def repeating(*args: Any, **rest: Any) -> dict[str, Any]:
+        return {**generate_body(*args, **rest), "incremental_streaming_output": False}
+
+    with monkeypatch.context() as patch:
+        patch.setattr("verl.rollout.sglang.generate_body", repeating)
+        (again,) = engine.generate(requests)
+    assert again == whole
+
+    async def lacking(path: str, body: Any) -> AsyncIterator[Any]:
+        rows = [[-1.0, 5, None]]
+        yield {"meta_info": {"completion_tokens": 3, "finish_reason": None, "output_token_logprobs": rows}}
+
+    monkeypatch.setattr(engine.client, "events", lacking)
+    with pytest.raises(RolloutError, match="sent 1 of 3 new tokens of a/0"):
+        list(engine.generate(requests))
+
+
+def test_stop_strings_end_within_a_piece(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = SimpleNamespace(decode=lambda ids, **_: "".join(f"w{token} " for token in ids))
+    monkeypatch.setattr(engine.stopper, "tokenizer", words)
+    sampling = SamplingParams(max_tokens=90, ignore_eos=True)
+    (whole,) = engine.generate([Request("a", [6], sampling, seed=4)])
+    end = whole.token_ids.index(whole.token_ids[50]) + 1
+    sampling = replace(sampling, stop=(f"w{whole.token_ids[50]} ",))
+    (stopped,) = engine.generate([Request("a", [6], sampling, seed=4)])
+    assert stopped.finish_reason == "stop" and stopped.token_ids == whole.token_ids[:end]
+
+
+@pytest.mark.slow(seconds=10)
+def test_as_many_samples_run_as_the_engine_takes(model: Any, beside: pytest.MonkeyPatch) -> None:
+    def loops() -> int:
+        return sum(thread.name == "verl-samples" for thread in threading.enumerate())
+
+    before = loops()
+    engine = build_rollout("sglang", model, None, section(max_num_seqs=300))
+    try:
+        threads = threading.active_count()
+        hold(engine, 1)
+        engine.submit([Request("a", [5], SamplingParams(max_tokens=4, ignore_eos=True), n=300)])
+        wait_until_held(engine, 300)
+        assert engine.stats().running == 300 and threading.active_count() == threads
+        hold(engine, None)
+        found = 0
+        while responses := engine.poll():
+            found += sum(len(response.token_ids) for response in responses)
+        assert found == 4 * 300
+    finally:
+        engine.close()
+    assert loops() == before
 
 
 def test_weights_arrive_while_samples_run(engine: Any, model: Any) -> None:
-    """Eight of eleven samples have three tokens, and their threads wait for more; the others wait for a connection."""
+    """Eight of eleven samples have three tokens, of which one has come; the others wait for a place."""
     sampling = SamplingParams(max_tokens=8, ignore_eos=True)
     requests = [Request("a", [5, 9], sampling, n=2, seed=3), Request("b", [7], sampling, partial=([4, 4],))]
     requests.append(Request("c", [60, 3], sampling, n=8))
     prompts = {"a": [5, 9], "b": [7, 4, 4], "c": [60, 3]}
     old, before = copy.deepcopy(model), engine.version
-    engine.client.call("POST", "/hold", {"tokens": 3})
+    hold(engine, 3)
     engine.submit(requests)
-    deadline = time.monotonic() + 300
-    while sum(len(s.log_probs) == 3 for s in engine._outstanding.values()) < 8:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until_held(engine, 8)
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(5)) * 0.1)
@@ -272,6 +349,10 @@ def test_versions_and_arguments(model: Any, beside: Any, monkeypatch: pytest.Mon
         "max_running_requests": 8,
     }
     assert {key: given[key] for key in expected} == expected
+    assert given["enable_deterministic_inference"] is True
+    assert "enable_deterministic_inference" not in server_arguments(
+        section(per_request_seed=False), info, Path("/model")
+    )
     with pytest.raises(ConfigError, match=r"log-probs before repetition_penalty=1.1.*name=native"):
         server_arguments(section(repetition_penalty=1.1), info, Path("/model"))
     bad = section()
@@ -279,7 +360,7 @@ def test_versions_and_arguments(model: Any, beside: Any, monkeypatch: pytest.Mon
     with pytest.raises(ConfigError, match=r"engine_kwargs.sglang.port is set by verl"):
         server_arguments(bad, info, Path("/model"))
     monkeypatch.setattr(adapter.metadata, "version", lambda name: "0.4.9")
-    with pytest.raises(ConfigError, match=r"sglang 0.4.9 is installed, .* works with >=0.5.15,<0.6"):
+    with pytest.raises(ConfigError, match=r"sglang 0.4.9 is installed, .* works with >=0.5.17,<0.6"):
         require_engine("sglang")
 
     def missing(name: str) -> str:

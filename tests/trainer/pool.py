@@ -16,6 +16,7 @@ import torch
 
 from verl.rollout import build_rollout
 from verl.rollout.base import Request, Response, RolloutEngine, RolloutStats
+from verl.rollout.source import ModuleWeights
 from verl.workers.local import LocalGroup
 
 SLICE_S = 0.0
@@ -51,10 +52,13 @@ class SharedEngine(RolloutEngine):
         with self.lock, source.module() as trained, torch.no_grad():
             for mine, theirs in zip(self.module.parameters(), trained.parameters(), strict=True):
                 mine.copy_(theirs)
-            self.engine.update_weights(None, version)
+            self.engine.update_weights(ModuleWeights(self.module), version)
 
     def stats(self) -> RolloutStats:
         return self.engine.stats()
+
+    def close(self) -> None:
+        self.engine.close()
 
 
 class PoolGroup(LocalGroup):
@@ -64,7 +68,7 @@ class PoolGroup(LocalGroup):
         rollout = copy.copy(self.cfg.actor_rollout_ref.rollout)
         with self.actor_engine.weights().module() as module:
             copied = copy.deepcopy(module).requires_grad_(False)
-        return SharedEngine(build_rollout("native", copied, tokenizer, rollout, watchdog_s=60), copied)
+        return SharedEngine(build_rollout(rollout.name, copied, tokenizer, rollout, watchdog_s=60), copied)
 
     @contextmanager
     def generating(self) -> Iterator[None]:

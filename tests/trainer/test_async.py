@@ -27,10 +27,19 @@ SAVED = ("trainer.save_freq=1", "trainer.test_freq=2")
 CARRY_OVER = (f"{MODE}=carry_over", BYPASS)
 ONE_STEP = (f"{MODE}=one_step_off", BYPASS, *POOL)
 FULLY = (f"{MODE}=fully_async", BYPASS, *POOL)
+SGLANG = ("actor_rollout_ref.rollout.name=sglang", "actor_rollout_ref.rollout.mode=server")
 
 
 class Cut(Exception):
     """The process ends here."""
+
+
+@pytest.fixture
+def fake_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in where Python, ours and the child's, looks for sglang."""
+    tests = Path(__file__).parents[1]
+    monkeypatch.syspath_prepend(str(tests / "rollout/fake_sglang"))
+    monkeypatch.setenv("PYTHONPATH", f"{tests}/rollout/fake_sglang:{tests.parent}")
 
 
 @pytest.fixture
@@ -158,10 +167,15 @@ def test_the_modes_that_draw_in_order_repeat_exactly(go, tmp_path, mode):
         (*FULLY, f"{STALENESS}=2"),
         (*FULLY, f"{STALENESS}=3", "trainer.async_training.sync_every=3"),
         (*FULLY, "trainer.async_training.window=1"),
+        pytest.param((*CARRY_OVER, *SGLANG), marks=pytest.mark.slow(seconds=5)),
+        pytest.param((*FULLY, *SGLANG), marks=pytest.mark.slow(seconds=5)),
     ],
-    ids=["carry_over", "carry_over_2", "one_step_off", "fully_async", "sync_every", "window"],
-)
-def test_every_prompt_is_trained_once_and_no_token_is_too_old(go, tmp_path, in_order, mode):
+    ids=[
+        "carry_over", "carry_over_2", "one_step_off", "fully_async", "sync_every", "window",
+        "carry_over_sglang", "fully_async_sglang",
+    ],
+)  # fmt: skip
+def test_every_prompt_is_trained_once_and_no_token_is_too_old(go, fake_sglang, tmp_path, in_order, mode):
     generated: list[tuple[str, int, int]] = []
     lengths: list[tuple[str, int]] = []
 

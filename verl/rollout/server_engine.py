@@ -6,18 +6,20 @@ It ends with the engine that started it, also when this process is killed. When 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
 import queue
 import re
+import resource
 import signal
-import socket
 import subprocess
+import threading
 import time
 from abc import abstractmethod
-from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from concurrent.futures import wait
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,8 +40,10 @@ if TYPE_CHECKING:
 
 START_TIMEOUT_S = 900.0
 _HEALTH_TIMEOUT_S = 5.0
-_MAX_CONNECTIONS = 256
 _INTERRUPT_S = 0.05
+_OTHER_FILES = 1024
+TOKENS_PER_EVENT = 32
+"""How many tokens of a sample a server sends at once, after its first."""
 _LOG_LINES = 20
 _LOG_ERRORS = 8
 _LOG_PREFIX = re.compile(r"(\([^()]*pid=\d+\) )?([A-Z]+ \d\d-\d\d [\d:]+ \[[^\]]*\] )?")
@@ -78,14 +82,13 @@ class Client:
         self.address, self.name, self.watchdog = address, name, watchdog
         uds = address if "/" in address else None
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        self._http = httpx.Client(
-            transport=httpx.HTTPTransport(uds=uds, limits=limits),
-            base_url="http://localhost" if uds else f"http://{address}",
-            headers={} if key is None else {"Authorization": f"Bearer {key}"},
-            timeout=None,
-        )
-        self._streams: set[socket.socket] = set()
-        """Connections of streaming answers."""
+        url = "http://localhost" if uds else f"http://{address}"
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        transport = httpx.HTTPTransport(uds=uds, limits=limits)
+        self._http = httpx.Client(transport=transport, base_url=url, headers=headers, timeout=None)
+        streams = httpx.AsyncHTTPTransport(uds=uds, limits=limits)
+        self._streams = httpx.AsyncClient(transport=streams, base_url=url, headers=headers, timeout=None)
+        """For the methods that are coroutines, which belong to one event loop."""
 
     def call(self, method: str, path: str, body: Any = None) -> Any:
         """The decoded answer (text where it is not JSON); RolloutError for anything but success."""
@@ -111,28 +114,29 @@ class Client:
         try:
             response = self._http.request(method, path, json=body, timeout=timeout)
         except httpx.HTTPError as error:
-            raise RolloutError(f"{self.name}'s server did not answer {path}: {error!r}") from error
+            raise self._silent(path, error) from error
         self._check_status(response, path)
         try:
             return response.json()
         except ValueError:
             return response.text
 
-    def events(self, path: str, body: Any) -> Iterator[Any]:
-        """The decoded server-sent events of a streaming answer; closing the iterator closes the connection."""
-        opened: list[socket.socket] = []
-
-        def note(event: str, info: dict[str, Any]) -> None:
-            if event.startswith("connection.connect_") and event.endswith(".complete"):
-                opened.append(info["return_value"].get_extra_info("socket"))
-                self._streams.update(opened)
-
+    async def post(self, path: str, body: Any = None) -> None:
+        """A request beside streaming answers, whose answer does not matter."""
         try:
-            with self._http.stream("POST", path, json=body, extensions={"trace": note}) as response:
+            response = await self._streams.post(path, json=body)
+        except httpx.HTTPError as error:
+            raise self._silent(path, error) from error
+        self._check_status(response, path)
+
+    async def events(self, path: str, body: Any) -> AsyncGenerator[Any, None]:
+        """The decoded server-sent events of a streaming answer; closing the iterator closes the connection."""
+        try:
+            async with self._streams.stream("POST", path, json=body) as response:
                 if response.is_error:
-                    response.read()
+                    await response.aread()
                 self._check_status(response, path)
-                for line in response.iter_lines():
+                async for line in response.aiter_lines():
                     self.watchdog.beat()
                     if line == "data: [DONE]":
                         return
@@ -140,20 +144,18 @@ class Client:
                         yield json.loads(line.removeprefix("data: "))
         except httpx.HTTPError as error:
             raise RolloutError(f"{self.name}'s server broke off {path}: {error!r}") from error
-        finally:
-            self._streams.difference_update(opened)
 
-    def break_off(self) -> None:
-        """End all streaming answers now, from another thread than those that read them."""
-        for connection in list(self._streams):
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+    def _silent(self, path: str, error: httpx.HTTPError) -> RolloutError:
+        return RolloutError(f"{self.name}'s server did not answer {path}: {error!r}")
 
     def _check_status(self, response: httpx.Response, path: str) -> None:
         if not response.is_success:
             raise RolloutError(
                 f"{self.name}'s server answered {path} with {response.status_code}: {response.text[:2000]}"
             )
+
+    async def close_streams(self) -> None:
+        await self._streams.aclose()
 
     def close(self) -> None:
         self._http.close()
@@ -262,8 +264,17 @@ class ServerProcess:
         return True
 
 
+def allow_connections(count: int) -> None:
+    """Raise this process's limit of open files, which the server inherits, where `count` samples need more."""
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = count + _OTHER_FILES
+    if limit != resource.RLIM_INFINITY and limit < needed:
+        needed = needed if most == resource.RLIM_INFINITY else min(needed, most)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, most))
+
+
 class ServerRollout(ExternalRollout):
-    """An engine behind a server: one connection, in a thread, per running sample."""
+    """An engine behind a server: one connection per running sample, all of them in the event loop of one thread."""
 
     process: ServerProcess
     client: Client
@@ -273,10 +284,7 @@ class ServerRollout(ExternalRollout):
         self, command: Sequence[str], env: dict[str, str], address: str, key: str | None = None
     ) -> None:
         """Start the server and wait until it is ready."""
-        connections = min(self.config.most_sequences, _MAX_CONNECTIONS)
-        self._threads = ThreadPoolExecutor(connections, "verl-sample")
-        self._runs: set[Future[None]] = set()
-        self._results: queue.SimpleQueue[tuple[Sample, FinishReason | Exception]] = queue.SimpleQueue()
+        allow_connections(self.config.most_sequences)
         env = {**env, **server_devices(self.config, self.info)}
         # Scratch folders end with a random name, so that servers that failed one after another are told apart.
         name = f"{self.name}_server_{self.folder.name.rpartition('-')[2]}.txt"
@@ -284,56 +292,108 @@ class ServerRollout(ExternalRollout):
         self.process = ServerProcess(command, self.folder / "server.txt", self.name, env, kept_log)
         self.watchdog = EngineWatchdog(self.process, self.watchdog_s)
         self.client = Client(address, self.name, self.watchdog, key)
+        self._results: queue.SimpleQueue[tuple[Sample, FinishReason | BaseException]] = queue.SimpleQueue()
+        self._running: dict[Sample, asyncio.Task[FinishReason | None]] = {}
+        self._places = asyncio.Semaphore(self.config.most_sequences)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="verl-samples", daemon=True)
+        self._thread.start()
         self.process.wait_until_ready(self.client)
 
     @abstractmethod
-    def stream(self, sample: Sample) -> Generator[Chunk, None, None]:
-        """Ask the server for one sample and yield its tokens as they come."""
+    def stream(self, sample: Sample) -> AsyncGenerator[Chunk, None]:
+        """Ask the server for one sample and yield its tokens in pieces, as they come."""
+
+    @abstractmethod
+    async def end_all(self) -> None:
+        """Let the server end all samples it has now; their answers then come with the rest of their tokens."""
+
+    async def end(self, sample: Sample) -> None:
+        """The same with one, where the server can; otherwise it ends with the next piece of its answer."""
 
     def _start(self, samples: Sequence[Sample]) -> None:
         if len(self._outstanding) == len(samples):
             self.watchdog.beat()  # nothing was asked of the server before
+        self._loop.call_soon_threadsafe(self._begin, list(samples))
+
+    def _begin(self, samples: Sequence[Sample]) -> None:
         for sample in samples:
-            run = self._threads.submit(self._run, sample)
-            self._runs.add(run)
-            run.add_done_callback(self._runs.discard)
+            task = self._running[sample] = self._loop.create_task(self._generate(sample))
+            task.add_done_callback(partial(self._ended, sample))
 
-    def _interrupt(self) -> None:
-        running = {run for run in list(self._runs) if not run.cancel()}
-        while running:
-            self.client.break_off()  # again for those that were just connecting
-            running = wait(running, _INTERRUPT_S).not_done
-            self.watchdog.check("interrupting samples for new weights")
+    async def _generate(self, sample: Sample) -> FinishReason | None:
+        """Why it ended; None: it was interrupted."""
+        async with self._places:
+            if sample.aborted:
+                return "abort"
+            sample.started = True
+            # Closing the connection is how the server learns that the rest is not wanted.
+            async with contextlib.aclosing(self.stream(sample)) as stream:
+                async for token_ids, log_probs, ended in stream:
+                    reason = sample.append(token_ids, log_probs, self.stopper)
+                    if reason is not None or ended == "length":
+                        return reason or "length"
+                    if sample.aborted or (ended is not None and not self._updating):
+                        return "abort"
+                    if ended is not None:
+                        return None
+        raise RolloutError(f"{self.name}'s server ended the answer to {sample.name} without a reason")
 
-    def _run(self, sample: Sample) -> None:
-        result: FinishReason | Exception | None
-        try:
-            result = self._generate(sample)
-        except Exception as error:
-            # While samples are interrupted this is how a connection ends; any other error comes again.
-            result = None if self._updating else error
+    def _ended(self, sample: Sample, task: asyncio.Task[FinishReason | None]) -> None:
+        del self._running[sample]
+        result: FinishReason | BaseException | None
+        if task.cancelled():
+            result = "abort" if sample.aborted else None
+        elif (result := task.exception()) is None:
+            result = task.result()
+        elif self._updating:
+            result = None  # any error but that of being interrupted comes again
         if result is not None:
             sample.ended = True
             self._results.put((sample, result))
 
-    def _generate(self, sample: Sample) -> FinishReason | None:
-        """Why it ended; None: it was interrupted."""
-        if sample.aborted:
-            return "abort"
-        if self._updating:
-            return None
-        sample.started = True
-        # Closing the connection is how the server learns that the rest is not wanted.
-        with contextlib.closing(self.stream(sample)) as stream:
-            for token_ids, log_probs, ended in stream:
-                reason = sample.append(token_ids, log_probs, self.stopper)
-                if reason is None and (ended is not None or sample.aborted):
-                    reason = "length" if ended == "length" else "abort"
-                if reason is not None:
-                    return reason
-                if self._updating:
-                    return None
-        raise RolloutError(f"{self.name}'s server ended the answer to {sample.name} without a reason")
+    def _interrupt(self) -> None:
+        ended = asyncio.run_coroutine_threadsafe(self._end_running(), self._loop)
+        try:
+            while not wait([ended], POLL_S).done:
+                self.watchdog.check("interrupting samples for new weights")
+            ended.result()
+        except RolloutError as error:
+            self.client.explain(error)
+            raise
+        finally:
+            ended.cancel()
+
+    async def _end_running(self) -> None:
+        self._stop([sample for sample in self._running if not sample.started])
+        while running := list(self._running.values()):
+            await self.end_all()  # again for those that were just connecting
+            await asyncio.wait(running, timeout=_INTERRUPT_S)
+
+    def _stop(self, samples: Sequence[Sample]) -> None:
+        """In the loop: end them here, with the tokens that have come."""
+        for sample in samples:
+            if sample in self._running:
+                self._running[sample].cancel()
+
+    def _cancel(self, samples: Sequence[Sample]) -> None:
+        self._loop.call_soon_threadsafe(self._stop, samples)
+
+    def abort(self, request_ids: Iterable[str] | None = None) -> None:
+        super().abort(request_ids)
+        if self._outstanding:
+            asyncio.run_coroutine_threadsafe(self._end_aborted(), self._loop)
+
+    async def _end_aborted(self) -> None:
+        aborted = [sample for sample in self._running if sample.aborted]
+        self._stop([sample for sample in aborted if not sample.started])
+        await asyncio.gather(*(self._end_one(sample) for sample in aborted if sample.started))
+
+    async def _end_one(self, sample: Sample) -> None:
+        try:
+            await self.end(sample)
+        except RolloutError as error:
+            self._results.put((sample, error))
 
     def _advance(self, timeout_s: float | None) -> list[Response]:
         responses: list[Response] = []
@@ -350,15 +410,25 @@ class ServerRollout(ExternalRollout):
                 continue  # dropped after an error
             if isinstance(result, RolloutError):
                 self.client.explain(result)
-            if isinstance(result, Exception):
+            if isinstance(result, BaseException):
                 raise result
             responses.append(self._finish(sample, result))
         return responses
 
+    async def _close_streams(self) -> None:
+        self._stop(list(self._running))
+        while others := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait(others)
+            await asyncio.sleep(0)  # what they leave is closed by tasks of its own
+        await self.client.close_streams()
+
     def close(self) -> None:
-        if hasattr(self, "client"):
+        if hasattr(self, "_thread") and not self._loop.is_closed():
             self.process.stop()
-            self._threads.shutdown(cancel_futures=True)
+            asyncio.run_coroutine_threadsafe(self._close_streams(), self._loop).result()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
             self.client.close()
             self.watchdog.close()
         super().close()

@@ -1,18 +1,19 @@
 """SGLang as a rollout engine: its HTTP server as a child process on loopback, with a key only we know.
 
-Samples go through `/generate` (token ids in and out, streamed), weights through `/update_weights_from_disk` from a
-folder in shared memory, which needs space for one copy of the model meanwhile; LoRA adapters are merged into them.
-After every update small weights are read back (`/get_weights_by_name`) and log-probs compared. Log-probs are SGLang's
-own: of the temperature-scaled distribution. Tests use a fake server with the interface of SGLang 0.5.23; the real
-package needs a GPU.
+Samples go through `/generate` (token ids in and out, streamed in pieces), weights through `/update_weights_from_disk`
+from a folder in shared memory, which needs space for one copy of the model meanwhile; LoRA adapters are merged into
+them. After every update small weights are read back (`/get_weights_by_name`) and log-probs compared. Log-probs are
+SGLang's own: of the temperature-scaled distribution. Tests use a fake server with the interface of SGLang 0.5.17; the
+real package needs a GPU.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import sys
-from collections.abc import Generator
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from verl.errors import ConfigError, RolloutError, TrainingHalted
 from verl.http_server import free_port
 from verl.models.weight_source import NamedTensors, WeightSource
 from verl.rollout.external_engine import Sample, engine_kwargs, require_engine
-from verl.rollout.server_engine import Chunk, ServerRollout
+from verl.rollout.server_engine import TOKENS_PER_EVENT, Chunk, ServerRollout
 from verl.rollout.source import ModelInfo
 from verl.rollout.stale_files import remove
 from verl.rollout.weight_sync.buckets import split_buckets
@@ -59,10 +60,11 @@ def server_arguments(config: RolloutConfig, info: ModelInfo, folder: Path) -> di
         "chunked_prefill_size": config.max_num_batched_tokens,
         "context_length": config.max_model_len or info.max_positions,
         "random_seed": config.seed,
-        # Seeds of single requests have an effect in this mode only.
-        "enable_deterministic_inference": True,
         "device": info.device,
     }
+    if config.per_request_seed:
+        # Seeds of single requests have an effect in this mode only.
+        arguments["enable_deterministic_inference"] = True
     if fp8:
         arguments["quantization"] = "fp8"
     if config.enforce_eager or not cuda:
@@ -74,15 +76,22 @@ def server_arguments(config: RolloutConfig, info: ModelInfo, folder: Path) -> di
     return {**arguments, **engine_kwargs("sglang", config.engine_kwargs.sglang, _OURS)}
 
 
-def generate_body(sample: Sample, eos_ids: frozenset[int], version: int) -> dict[str, Any]:
+def request_name(sample: Sample, version: int) -> str:
+    """A sample starts again with other weights; the server may still be ending the start before that by its name."""
+    return f"{sample.name}@{version}"
+
+
+def generate_body(
+    sample: Sample, eos_ids: frozenset[int], version: int, *, per_request_seed: bool = True
+) -> dict[str, Any]:
     """The body of `/generate` for one sample, started with policy `version`."""
     sampling = sample.request.sampling
     stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(eos_ids))
     return {
         "input_ids": list(sample.tokens),
-        # A sample starts again with other weights; the server may still be ending the start before that by its name.
-        "rid": f"{sample.name}@{version}",
+        "rid": request_name(sample, version),
         "stream": True,
+        "incremental_streaming_output": True,
         "return_logprob": True,
         "sampling_params": {
             "max_new_tokens": sampling.max_tokens - sample.produced,
@@ -92,7 +101,8 @@ def generate_body(sample: Sample, eos_ids: frozenset[int], version: int) -> dict
             "min_p": sampling.min_p,
             "stop_token_ids": sorted(stops),
             "ignore_eos": True,  # the server has no tokenizer: end tokens are among the stop tokens
-            "sampling_seed": sample.seed,
+            "sampling_seed": sample.seed if per_request_seed else None,
+            "stream_interval": TOKENS_PER_EVENT,
         },
     }
 
@@ -118,17 +128,31 @@ class SGLangRollout(ServerRollout):
         command = [sys.executable, "-m", "sglang.launch_server", "--config", str(settings)]
         self.start_server(command, env, f"127.0.0.1:{port}", key)
 
-    def stream(self, sample: Sample) -> Generator[Chunk, None, None]:
-        seen = 0
-        for event in self.client.events("/generate", generate_body(sample, self.info.eos_ids, self.version)):
-            if "error" in event:
-                raise RolloutError(f"sglang's server refused {sample.name}: {event['error']}")
-            meta = event["meta_info"]
-            # Every event holds the answer from its beginning.
-            new = (meta.get("output_token_logprobs") or [])[seen:]
-            seen += len(new)
-            reason = (meta.get("finish_reason") or {}).get("type")
-            yield [int(row[1]) for row in new], [float(row[0]) for row in new], reason
+    async def stream(self, sample: Sample) -> AsyncGenerator[Chunk, None]:
+        seeded = self.config.per_request_seed
+        body = generate_body(sample, self.info.eos_ids, self.version, per_request_seed=seeded)
+        count = 0
+        async with contextlib.aclosing(self.client.events("/generate", body)) as events:
+            async for event in events:
+                if "error" in event:
+                    raise RolloutError(f"sglang's server refused {sample.name}: {event['error']}")
+                meta = event["meta_info"]
+                rows = meta.get("output_token_logprobs") or []
+                reason = (meta.get("finish_reason") or {}).get("type")
+                new = meta.get("completion_tokens", count) - count  # only an abort in its queue has no count
+                if new > len(rows) and reason != "abort":
+                    raise RolloutError(
+                        f"sglang's server sent {len(rows)} of {new} new tokens of {sample.name} with log-probs"
+                    )
+                rows = rows[len(rows) - new :]  # a version may repeat the log-probs of the whole answer
+                count += len(rows)
+                yield [int(row[1]) for row in rows], [float(row[0]) for row in rows], reason
+
+    async def end_all(self) -> None:
+        await self.client.post("/abort_request", {"rid": "", "abort_all": True})
+
+    async def end(self, sample: Sample) -> None:
+        await self.client.post("/abort_request", {"rid": request_name(sample, self.version)})
 
     # -- weights and memory -------------------------------------------------------------------------------------
 

@@ -6,14 +6,15 @@ by `/collective_rpc`; adapters by `/v1/load_lora_adapter`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
-from collections.abc import Generator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from verl.processes import group_members
 from verl.rollout.external_engine import Sample
-from verl.rollout.server_engine import Chunk, ServerRollout
+from verl.rollout.server_engine import TOKENS_PER_EVENT, Chunk, ServerRollout
 from verl.rollout.stale_files import remember_files
 from verl.rollout.vllm.base import VLLMBase
 from verl.rollout.vllm.settings import SERVER_ENVIRONMENT, SOCKET_FOLDER, host_environment, sampling_arguments
@@ -28,6 +29,7 @@ class VLLMServerRollout(VLLMBase, ServerRollout):
         address = str(self.folder / "socket")
         # The module and not the `vllm` command, which looks up a package name that the CPU builds do not have.
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *command_line(self.arguments)]
+        command += ["--stream-interval", str(TOKENS_PER_EVENT)]
         # The end of the log should hold errors, not a line for every sample.
         command += ["--served-model-name", _MODEL, "--uds", address, "--disable-uvicorn-access-log"]
         env = {**SERVER_ENVIRONMENT, SOCKET_FOLDER: str(self.folder), **host_environment()}
@@ -35,7 +37,7 @@ class VLLMServerRollout(VLLMBase, ServerRollout):
         pids = [process.pid for process in group_members(self.process.pid)]
         remember_files(self.folder, pids, self._call_workers("verl_store_file"))
 
-    def stream(self, sample: Sample) -> Generator[Chunk, None, None]:
+    async def stream(self, sample: Sample) -> AsyncGenerator[Chunk, None]:
         seed = sample.seed if self.config.per_request_seed else None
         done = sample.produced
         body = sampling_arguments(sample.request.sampling, self.info.eos_ids, seed, done)
@@ -48,10 +50,15 @@ class VLLMServerRollout(VLLMBase, ServerRollout):
             return_tokens_as_token_ids=True,
             add_special_tokens=False,
         )
-        for event in self.client.events("/v1/completions", body):
-            for choice in event.get("choices", ()):
-                log_probs = (choice.get("logprobs") or {}).get("token_logprobs") or []
-                yield choice.get("token_ids") or [], log_probs, choice.get("finish_reason")
+        async with contextlib.aclosing(self.client.events("/v1/completions", body)) as events:
+            async for event in events:
+                for choice in event.get("choices", ()):
+                    log_probs = (choice.get("logprobs") or {}).get("token_logprobs") or []
+                    yield choice.get("token_ids") or [], log_probs, choice.get("finish_reason")
+
+    async def end_all(self) -> None:
+        await self.client.post("/pause?mode=abort&clear_cache=false")
+        await self.client.post("/resume")  # those it did not have yet are ended the next time
 
     def _call_workers(self, method: str, *args: str) -> list[str]:
         body = {"method": method, "args": list(args)}

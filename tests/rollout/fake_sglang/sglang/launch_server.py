@@ -1,7 +1,8 @@
 """`python -m sglang.launch_server --config FILE`: SGLang's interface over a Llama in numpy, which starts at once.
 
-Follows the definitions of SGLang 0.5.23: fields of /generate and of its streamed events (cumulative), the weight,
-memory and cache endpoints, the key. What the adapter sent is kept for the tests under /seen.
+Follows the definitions of SGLang 0.5.17: fields of /generate and of its streamed events (cumulative, or with only the
+new tokens; every `stream_interval` tokens after the first), aborts, the weight, memory and cache endpoints, the key.
+What the adapter sent is kept for the tests under /seen, with the number of events and of held requests (/hold).
 """
 
 import argparse
@@ -22,7 +23,7 @@ KNOWN = {
 }  # fmt: skip
 SAMPLING = {
     "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos",
-    "sampling_seed",
+    "sampling_seed", "stream_interval",
 }  # fmt: skip
 
 
@@ -74,7 +75,8 @@ class Llama:
             layer = f"model.layers.{number}"
             x = x + self.attention(self.norm(x, f"{layer}.input_layernorm"), f"{layer}.self_attn")
             x = x + self.mlp(self.norm(x, f"{layer}.post_attention_layernorm"), f"{layer}.mlp")
-        return self.linear(self.norm(x[-1], "model.norm"), "model.embed_tokens").astype(np.float64)
+        head = "lm_head" if "lm_head.weight" in self.weights else "model.embed_tokens"
+        return self.linear(self.norm(x[-1], "model.norm"), head).astype(np.float64)
 
 
 def log_softmax(logits):
@@ -89,7 +91,8 @@ class State:
         self.lock = threading.Lock()
         self.seen = []
         self.changed = threading.Condition()
-        self.running, self.aborts = set(), 0
+        self.running, self.aborted = set(), set()
+        self.events = self.held = 0
         self.hold = None  # answers stop after so many tokens, until everything is aborted
 
     def generate(self, body):
@@ -98,27 +101,42 @@ class State:
             if body["rid"] in self.running:
                 raise ValueError(f"{body['rid']} is running already")
             self.running.add(body["rid"])
+        ended = False
         try:
-            yield from self.answer(body, self.aborts)
+            for event in self.answer(body):
+                ended = "error" in event or event["meta_info"]["finish_reason"] is not None
+                if ended:
+                    self.forget(body["rid"])  # before the client knows it: its name is free then
+                yield event
         finally:
-            with self.changed:
-                self.running.discard(body["rid"])
-                self.changed.notify_all()
+            if not ended:
+                self.forget(body["rid"])
 
-    def abort_all(self):
+    def forget(self, rid):
         with self.changed:
-            self.aborts, self.hold = self.aborts + 1, None
+            self.running.discard(rid)
+            self.aborted.discard(rid)
             self.changed.notify_all()
 
-    def may_go_on(self, aborts, tokens):
+    def abort(self, rid="", abort_all=False):
+        with self.changed:
+            if abort_all:
+                self.hold = None
+            self.aborted |= {name for name in self.running if abort_all or name.startswith(rid)}
+            self.changed.notify_all()
+
+    def may_go_on(self, rid, tokens):
         """False when the request was aborted."""
         with self.changed:
+            self.held += 1
             self.changed.wait_for(
-                lambda: self.aborts != aborts or self.hold is None or tokens < self.hold, timeout=600
+                lambda: rid in self.aborted or self.hold is None or tokens < self.hold, timeout=600
             )
-            return self.aborts == aborts
+            self.held -= 1
+            return rid not in self.aborted
 
-    def answer(self, body, aborts):
+    def answer(self, body):
+        """Like SGLang's, an event comes after token 1, 1 + stream_interval, ... and at the end."""
         params = body["sampling_params"]
         unknown = set(params) - SAMPLING
         if unknown:
@@ -126,25 +144,34 @@ class State:
             return
         draw = np.random.default_rng(params["sampling_seed"])
         ids, rows, temperature = list(body["input_ids"]), [], params["temperature"]
-        reason = None
+        reason, sent, interval = None, 0, params.get("stream_interval") or 1
         while reason is None:
-            if not self.may_go_on(aborts, len(rows)):
-                meta = {"id": body["rid"], "finish_reason": {"type": "abort"}, "output_token_logprobs": rows}
-                yield {"output_ids": [row[1] for row in rows], "meta_info": meta}
-                return
-            with self.lock:
-                logits = self.model.logits(ids)
-            scaled = log_softmax(logits if temperature == 0 else logits / temperature)
-            original = os.environ.get("SGLANG_RETURN_ORIGINAL_LOGPROB") == "1"
-            token = int(logits.argmax() if temperature == 0 else draw.choice(len(logits), p=np.exp(scaled)))
-            ids.append(token)
-            rows.append([float((log_softmax(logits) if original else scaled)[token]), token, None])
-            if token in params["stop_token_ids"]:
-                reason = {"type": "stop", "matched": token}
-            elif len(rows) >= params["max_new_tokens"]:
-                reason = {"type": "length", "length": len(rows)}
-            meta = {"id": body["rid"], "finish_reason": reason, "output_token_logprobs": rows}
-            yield {"output_ids": [row[1] for row in rows], "meta_info": meta}
+            if self.may_go_on(body["rid"], len(rows)):
+                reason = self.draw(ids, rows, params, draw, temperature)
+            else:
+                reason = {"type": "abort", "message": "Aborted"}
+            if reason is None and len(rows) % interval != 1 % interval:
+                continue
+            first = sent if body.get("incremental_streaming_output") else 0
+            meta = {"id": body["rid"], "finish_reason": reason, "completion_tokens": len(rows)}
+            meta["output_token_logprobs"] = rows[first:]
+            sent, self.events = len(rows), self.events + 1
+            yield {"output_ids": [row[1] for row in rows[first:]], "meta_info": meta}
+
+    def draw(self, ids, rows, params, draw, temperature):
+        """One more token; why it ends the answer, or None."""
+        with self.lock:
+            logits = self.model.logits(ids)
+        scaled = log_softmax(logits if temperature == 0 else logits / temperature)
+        original = os.environ.get("SGLANG_RETURN_ORIGINAL_LOGPROB") == "1"
+        token = int(logits.argmax() if temperature == 0 else draw.choice(len(logits), p=np.exp(scaled)))
+        ids.append(token)
+        rows.append([float((log_softmax(logits) if original else scaled)[token]), token, None])
+        if token in params["stop_token_ids"]:
+            return {"type": "stop", "matched": token}
+        if len(rows) >= params["max_new_tokens"]:
+            return {"type": "length", "length": len(rows)}
+        return None
 
     def update(self, body):
         weights = {}
@@ -161,7 +188,7 @@ class State:
         if fault == "stale" and body["weight_version"] != "0":
             del weights["model.layers.0.mlp.up_proj.weight"]
         if body.get("abort_all_requests"):
-            self.abort_all()
+            self.abort(abort_all=True)
         with self.changed:
             if not self.changed.wait_for(lambda: not self.running, timeout=600):
                 return {"success": False, "message": "requests are running", "num_paused_requests": 0}
@@ -193,7 +220,9 @@ class Handler(BaseHTTPRequestHandler):
         elif self.path == "/health":
             self.reply({})
         elif self.path == "/seen":
-            self.reply({"calls": self.state.seen, "arguments": self.state.arguments, "pid": os.getpid()})
+            with self.state.changed:
+                counts = {"events": self.state.events, "held": self.state.held}
+            self.reply({"calls": self.state.seen, "arguments": self.state.arguments, **counts})
         else:
             self.reply({"error": "not found"}, 404)
 
@@ -207,7 +236,12 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/generate":
             self.stream(body)
         elif self.path == "/hold":  # for tests
-            self.state.hold = body["tokens"]
+            with self.state.changed:
+                self.state.hold = body["tokens"]
+                self.state.changed.notify_all()
+            self.reply({})
+        elif self.path == "/abort_request":
+            self.state.abort(**body)
             self.reply({})
         elif self.path == "/update_weights_from_disk":
             answer = self.state.update(body)
@@ -242,4 +276,5 @@ if __name__ == "__main__":
     if unknown:
         sys.exit(f"launch_server.py: error: unrecognized arguments: {sorted(unknown)}")
     Handler.state = State(arguments)
+    ThreadingHTTPServer.request_queue_size = 1024
     ThreadingHTTPServer((arguments["host"], arguments["port"]), Handler).serve_forever()
