@@ -178,7 +178,7 @@ def test_an_answer_comes_in_few_pieces_and_an_abort_gets_the_rest_of_it(engine: 
     engine.submit(requests)
     wait_until_held(engine, 3)
     engine.abort(["long1"])
-    (one,) = engine.poll()
+    (one,) = engine.poll(60)
     hold(engine, None)
     others = [*engine.poll()]
     others += engine.poll() if len(others) < 2 else []
@@ -193,7 +193,7 @@ def test_a_sample_that_waits_for_a_place_is_aborted_at_once(engine: Any) -> None
     engine.submit([Request("a", [5], sampling, n=8), Request("late", [5], sampling)])
     wait_until_held(engine, 8)
     engine.abort(["late"])
-    (late,) = engine.poll()
+    (late,) = engine.poll(60)
     assert (late.request_id, late.token_ids, late.finish_reason) == ("late", [], "abort")
     hold(engine, None)
     found = [response.finish_reason for responses in iter(engine.poll, []) for response in responses]

@@ -231,9 +231,7 @@ class EngineConfig:
     ignore_eos: bool = key(False, "continue after the end token, up to the longest response")
     raw_log_probs: bool = key(False, "log-probs at temperature 1 instead of those sampled from")
     seed: int = key(1, "seed of every draw", follows="trainer.seed", used_if=".temperature")
-    per_request_seed: bool = key(
-        True, "one seed per sample; False: one per batch", used_if=".name=vllm|sglang"
-    )
+    per_request_seed: bool = key(True, "a seed per sample; False: per batch", used_if=".name=vllm|sglang")
     dtype: str = key("auto", "while generating; auto: the trainer's", known=(*MODEL_DTYPES, "fp8"))
     kv_cache_dtype: str = key("auto", "of cached keys and values; auto: the model's", known=("auto", "fp8"))
     tensor_model_parallel_size: int = key(
