@@ -144,7 +144,8 @@ class SGLangRollout(ServerRollout):
                     raise RolloutError(
                         f"sglang's server sent {len(rows)} of {new} new tokens of {sample.name} with log-probs"
                     )
-                rows = rows[len(rows) - new :]  # a version may repeat the log-probs of the whole answer
+                # A version may repeat the log-probs of the whole answer.
+                rows = rows[max(0, len(rows) - new) :]
                 count += len(rows)
                 yield [int(row[1]) for row in rows], [float(row[0]) for row in rows], reason
 
