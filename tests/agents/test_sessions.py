@@ -128,13 +128,17 @@ def test_an_edited_turn_is_dropped(cases) -> None:
     found = cases["edited"]
     ends_well(found, chains=1, turns=1, dropped=1)
     assert [message["content"] for message in found.messages[1:3]] == ["changed", "Go on."]
-    assert found.turns[-1].note == "the client wrote the last turn anew"
+    assert found.turns[-1].note.startswith("the client wrote the last turn anew: 'assistant:")
+    assert found.turns[-1].note.endswith("became 'assistant: changed'")
+    (dropped,) = found.requests["dropped"]
+    assert dropped["reason"] == found.turns[-1].note and dropped["content"]
 
 
 def test_a_rewritten_history_and_other_tools_begin_another_row(cases) -> None:
     ends_well(cases["compacted"], chains=2, turns=3)
     ends_well(cases["other_tools"], chains=2, turns=2)
-    assert "differs from message 0" in cases["compacted"].transcript()[-1]["note"]
+    note = cases["compacted"].transcript()[-1]["note"]
+    assert "differs from message 0 on: 'user: Question" in note and note.endswith("became 'user: In short.'")
     assert "other tools" in cases["other_tools"].transcript()[-1]["note"]
 
 
@@ -224,6 +228,26 @@ def test_an_answer_that_one_of_two_clients_has_read_is_kept() -> None:
         return asked
 
     assert not asyncio.run(both()).unread
+
+
+def test_an_agent_that_ends_before_its_answer_leaves_nothing_in_the_engine(tmp_path: Path) -> None:
+    path = tmp_path / "agent.py"
+    path.write_text(
+        CLIENT
+        + """
+def agent(row, base_url, api_key):
+    client = Client(base_url, api_key)
+    if row["start"] == 0:
+        client.http.post("/chat/completions", json={"messages": row["prompt"]}, timeout=0.005)
+    client.say(row["prompt"])
+    return 1.0
+"""
+    )
+    talk = Talk("qwen2_5", settings_of(agent=f"{path}:agent"))
+    with closing(talk.runner):
+        (found,) = talk.run([0], n=1)
+        assert "ReadTimeout" in str(found.error)
+        assert [each.error for each in talk.run([1], n=2)] == [None, None]
 
 
 def test_agents_that_a_step_does_not_wait_for_are_ended(tmp_path: Path) -> None:

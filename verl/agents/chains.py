@@ -113,8 +113,8 @@ class DrawnTurn:
     """None until the answer is there."""
     call_ids: dict[str, int] = field(default_factory=dict)
     """What the client knows its calls by."""
-    dropped: bool = False
-    """The client replaced it, or never read it."""
+    dropped: str = ""
+    """Why it is not trained: the client replaced it, or never read it."""
 
     @property
     def ids(self) -> list[int]:
@@ -188,14 +188,21 @@ class Chains:
         history = [*parent.history, parent.said, *given[start:]] if parent is not None else given
         place = HistoryPlace(parent, history, messages[start:], tools, replaced=replaced)  # type: ignore[arg-type]
         if replaced:
-            place.note = "the client wrote the last turn anew"
+            change = _change(replaced[-1].said, given[len(replaced[-1].history)])  # type: ignore[arg-type]
+            place.note = f"the client wrote the last turn anew: {change}"
         elif parent in parents and parent is not None:
             place.note = "another continuation of an earlier turn"
         elif parent is None and known:
             furthest = max(known, key=lambda turn: equal[turn])
-            place.note = f"another history: it differs from message {equal[furthest]} on"
-            if equal[furthest] == len(furthest.history) and furthest.tools != tools:
+            at, before = equal[furthest], [*furthest.history, furthest.said]
+            if at == len(furthest.history) and furthest.tools != tools:
                 place.note = "another history: other tools"
+            elif at == len(given):
+                place.note = "another history: the messages are the beginning of an earlier request"
+            else:
+                place.note = (
+                    f"another history: it differs from message {at} on: {_change(before[at], given[at])}"  # type: ignore[arg-type]
+                )
         return place
 
     def place_ids(self, ids: Sequence[int]) -> HistoryPlace:
@@ -239,6 +246,15 @@ class Chains:
                     conversation.add_messages(read, turn.messages)
                 conversation.add_model_turn(turn.response, turn.text, prompt_ids=own)
                 conversation.turns[-1].note = turn.note
+
+
+def _change(ours: Said, given: Said) -> str:
+    """Two messages, from shortly before their first difference on."""
+    texts = [" ".join((f"{each.role}:", each.text, *map(str, each.calls))) for each in (ours, given)]
+    pairs = enumerate(zip(*texts, strict=False))
+    start = max(next((at for at, (own, other) in pairs if own != other), min(map(len, texts))) - 20, 0)
+    before, after = (repr(text[start : start + 80]) for text in texts)
+    return f"{before} became {after}"
 
 
 def _common(ours: Sequence[Said], given: Sequence[Said]) -> int:

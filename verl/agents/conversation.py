@@ -58,6 +58,8 @@ class Conversation:
         """Whether its agent gave `environment_reward`, so that nothing else scores it."""
         self.metrics: dict[str, float] = {}
         """Of its agent loop."""
+        self.requests: dict[str, Any] = {}
+        """Of an agent that came through the endpoint: how many, what those that failed were answered, dropped turns."""
         self.reward_extra: dict[str, Any] = {}
         """What its agent returned with the reward."""
         self.extra: dict[str, Any] = {}
@@ -211,7 +213,7 @@ _TOKENS = {
     "versions": np.int64,
 }
 _FIELDS = ("uid", "sample", "messages", "finish_reason", "environment_reward", "error", "seconds")
-_LOOP_FIELDS = ("scored", "metrics", "extra", "reward_extra")
+_LOOP_FIELDS = ("scored", "metrics", "requests", "extra", "reward_extra")
 
 
 def pack_conversations(conversations: Sequence[Conversation]) -> dict[str, Any]:

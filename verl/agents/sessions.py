@@ -33,6 +33,8 @@ MOST_DRAWS = 64
 _TOO_LONG = "context_length_exceeded"
 _LEAST = 1 << 16
 """Characters of messages that are looked at in any case."""
+_REFUSED = 4
+"""Failed requests of a session whose reason is recorded."""
 _NOTICE_S = 0.05
 """Until a client that has left is known to have."""
 _KEY = "rollout.multi_turn"
@@ -120,6 +122,10 @@ class AgentSession:
         """Under way, whatever they ask for."""
         self.joined = 0
         """Requests that were answered with the draws of an earlier one."""
+        self.failed = 0
+        """Requests that got no answer of the policy."""
+        self.refused: list[str] = []
+        """What the first of these were told."""
         self._asked: list[AskedTurns] = []
         self._names: dict[str, int] = {}
         self._limit = ""
@@ -240,9 +246,9 @@ class AgentSession:
             raise SessionBusy
         self._limit = ""  # the agent has found a way on
         for turn in place.replaced:
-            turn.dropped = True
+            turn.dropped = place.note or ""
         if place.parent is not None:
-            place.parent.dropped = False
+            place.parent.dropped = ""
         main = place.parent.main if place.parent else self._is_row(place, prompt)
         turns = [
             DrawnTurn(
@@ -312,6 +318,11 @@ class AgentSession:
         turn.text = self.turns.text(turn.response.token_ids)
         return turn.response
 
+    def refuse(self, text: str) -> None:
+        """Record what a request that failed is told."""
+        self.failed += 1
+        self.refused = [*self.refused, text][:_REFUSED]
+
     # ---- from the start of the agent to the conversation
 
     async def run(self, door: AgentDoor) -> None:
@@ -353,7 +364,8 @@ class AgentSession:
         conversation, cfg, chains = self.talk.conversation, self.cfg, self.chains
         for asked in self._asked:
             for turn in asked.turns:
-                turn.dropped = turn.dropped or (asked.unread and turn not in {t.parent for t in chains.turns})
+                if asked.unread and turn not in {t.parent for t in chains.turns}:
+                    turn.dropped = turn.dropped or "the client left and never read the answer"
         chains.write(conversation, longest=cfg.chains == "longest", each_turn=self._split)
         trained = len(conversation.model_turns)
         conversation.metrics = {
@@ -362,6 +374,21 @@ class AgentSession:
             "agents/dropped_turns": float(len(chains.turns) - trained),
             "agents/rewritten_histories": float(sum(turn.note is not None for turn in chains.turns)),
             "agents/joined_requests": float(self.joined),
+        }
+        kept = {turn for leaf in chains.leaves(cfg.chains == "longest") for turn in leaf.path}
+        conversation.requests = {
+            "asked": len(self._asked) + self.joined + self.failed,
+            "joined": self.joined,
+            "failed": self.failed,
+            "refused": self.refused,
+            "histories": len(chains.leaves(False)),
+            "drawn_tokens": sum(len(turn.response.token_ids) for turn in chains.turns if turn.response),
+            "trained_tokens": sum(conversation.response_mask),
+            "dropped": [
+                {"content": turn.text, "reason": turn.dropped or _not_kept(turn)}
+                for turn in chains.turns
+                if turn not in kept
+            ],
         }
         if self._limit:
             conversation.finish_reason, failure = self._limit, None
@@ -386,3 +413,10 @@ class AgentSession:
             reward = as_reward(value, "the agent")
         if reward is not None and conversation.error is None:
             conversation.environment_reward, conversation.scored = reward, True
+
+
+def _not_kept(turn: DrawnTurn) -> str:
+    """Why a turn that its client did not drop is in no row."""
+    if turn.said is None:
+        return "the agent ended before the answer was complete"
+    return f"it is not in the longest history ({_KEY}.chains=longest)"

@@ -6,6 +6,7 @@ known tokens.
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,7 +28,7 @@ HIDDEN, LAYERS, HEADS = 96, 2, 4
 LONGEST = 96
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
+def build_tokenizer(longest: int = LONGEST) -> PreTrainedTokenizerFast:
     """One token per word of the stories, per digit and per sign."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -44,7 +45,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         eos_token=END,
         unk_token=UNKNOWN,
         chat_template=CHAT_TEMPLATE,
-        model_max_length=LONGEST,
+        model_max_length=longest,
         clean_up_tokenization_spaces=False,
     )
 
@@ -65,14 +66,17 @@ def _tokens() -> list[str]:
     return sorted(found | set("0123456789"))
 
 
-def build_model_folder(folder: Path, seed: int) -> int:
-    """Write config, random weights, generation config and tokenizer; the number of parameters."""
+def build_model_folder(
+    folder: Path, seed: int, *, longest: int = LONGEST, turn_tokens: int | None = None
+) -> int:
+    """Write config, random weights, generation config and tokenizer; the number of parameters. `turn_tokens`: the
+    untrained model's turns end after about so many."""
     import torch
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
     from verl.models.loading import let_others_read
 
-    tokenizer = build_tokenizer()
+    tokenizer = build_tokenizer(longest)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=HIDDEN,
@@ -80,7 +84,7 @@ def build_model_folder(folder: Path, seed: int) -> int:
         num_hidden_layers=LAYERS,
         num_attention_heads=HEADS,
         num_key_value_heads=HEADS,
-        max_position_embeddings=LONGEST,
+        max_position_embeddings=longest,
         rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
         tie_word_embeddings=True,
         initializer_range=0.05,
@@ -91,6 +95,13 @@ def build_model_folder(folder: Path, seed: int) -> int:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)
+    if turn_tokens is not None:
+        # Embeddings are tied: states have the component that all of them share, and logits follow its differences.
+        with torch.no_grad():
+            shared = model.get_input_embeddings().weight[:, 0]
+            shared.fill_(10.0)
+            shared[tokenizer.all_special_ids] = 9.0
+            shared[tokenizer.eos_token_id] = 10.0 + math.log(len(tokenizer) / turn_tokens) / HIDDEN**0.5
     model.generation_config = GenerationConfig(
         pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, do_sample=False
     )

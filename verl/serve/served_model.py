@@ -307,7 +307,7 @@ class _Reader:
         if not order.tools and not form.wraps_content:
             return text, ()
         whole = order.begun + text
-        parsed = form.parse(whole)
+        parsed = form.read(whole, order.tools)
         if form.wraps_content:
             whole = parsed.content or whole * bool(parsed.calls or parsed.problems)
         known = {tool["function"]["name"]: tool for tool in order.tools}

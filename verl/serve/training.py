@@ -17,7 +17,7 @@ from math import inf, isfinite, nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from verl.agents.base import Schema
 from verl.agents.chains import HistoryPlace, Said
@@ -36,7 +36,7 @@ from verl.serve.app import INTERFACES, Served, address, application, build_serve
 from verl.serve.draws import Overloaded, SamplePart
 from verl.serve.fetching import SamplesToFetch
 from verl.serve.served_model import DrawOrder, SampleAnswer, SampleDelta, ServedModel
-from verl.serve.wire import ApiError, Door, Fields, given_key
+from verl.serve.wire import ApiError, Door, Fields, as_api_error, given_key
 
 if TYPE_CHECKING:
     from verl.agents.runner import ConversationRunner
@@ -153,6 +153,12 @@ class SessionDoor(Door[SessionModel]):
         session.requests += 1
         try:
             yield self.model.of(session, request)
+        except ClientDisconnect:
+            raise
+        except Exception as error:
+            failed = as_api_error(error)
+            session.refuse(f"{failed.status}: {failed.message}")
+            raise
         finally:
             session.requests -= 1
 

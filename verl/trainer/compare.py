@@ -41,7 +41,7 @@ OFFLINE = (
 )
 _PARTS = (
     (("prompt", "data_source", "ground_truth"), DATA),
-    (("turns", "response", "length", "finish_reason"), RESPONSE),
+    (("turns", "response", "length", "finish_reason", "requests"), RESPONSE),
     ((), SCORE),
     (("advantage",), NUMERICS),
 )

@@ -76,6 +76,7 @@ def sample_rows(batch: DataProto, tokenizer: Any) -> list[dict[str, Any]]:
                 "error": extras["reward_error"][row],
                 **{f"reward_{k}": _plain(v) for k, v in extras["reward_extra"][row].items()},
                 **({} if talks is None else {"turns": talks[row].transcript()}),
+                **({"requests": talks[row].requests} if talks is not None and talks[row].requests else {}),
             }
         )
     return rows if "session" not in extras else _joined(rows, extras["session"])

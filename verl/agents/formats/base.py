@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from verl.agents.base import Message, ParsedTurn
+from verl.agents.base import Message, ParsedTurn, Schema
 from verl.errors import ConfigError
 
 _KEY = "multi_turn.format"
@@ -21,6 +21,10 @@ class ToolFormat(ABC):
     @abstractmethod
     def parse(self, text: str) -> ParsedTurn:
         """Take a turn apart. Never raises: what cannot be read becomes a problem."""
+
+    def read(self, text: str, tools: Sequence[Schema]) -> ParsedTurn:
+        """Take apart a turn of an agent of the user's, whose request offers these tools."""
+        return self.parse(text)
 
     template_marks: tuple[str, ...] = ()
     """Of its chat templates, as registered."""
