@@ -21,7 +21,10 @@ PROGRAMS: dict[str, tuple[str, str] | dict[str, tuple[str, str]]] = {
         "responses for a file of prompts: verl generate key=value ...",
     ),
     "serve": ("verl.trainer.main_serve", "a model behind the HTTP interfaces of OpenAI and Anthropic"),
-    "eval": ("verl.trainer.main_eval", "scores for a file of responses: verl eval key=value ..."),
+    "eval": (
+        "verl.trainer.main_eval",
+        "scores for a file of responses, or of a model on a --suite: verl eval key=value ...",
+    ),
     "fork": (
         "verl.trainer.fork",
         "a new run from a checkpoint under other settings: verl fork RUN --step N key=value ...",

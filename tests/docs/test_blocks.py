@@ -59,6 +59,8 @@ def problem(words: list[str]) -> str:
     if not words or words[0].startswith("-"):
         return "" if words in (["--version"], ["--help"]) else "no command"
     name, rest = words[0], words[1:]
+    if words[:2] == ["eval", "--suite"]:
+        name, rest = "generate", words[3:]
     if name == "completion":
         return "" if len(rest) == 1 and rest[0] in SCRIPTS else f"no shell {rest}"
     if name not in PROGRAMS:

@@ -1,4 +1,4 @@
-"""`python -m verl.trainer.main_eval`, `verl eval`: what a file of responses is worth."""
+"""`python -m verl.trainer.main_eval`, `verl eval`: what a file of responses is worth, or a model on a known dataset."""
 
 from __future__ import annotations
 
@@ -8,10 +8,15 @@ from verl.runtime import run_command
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command: config from the arguments, then `evaluate_file`."""
+    """The command: config from the arguments, then `evaluate_file`; with --suite NAME `run_suite`."""
     arguments = sys.argv[1:] if argv is None else argv
 
     def body() -> int:
+        if arguments[:1] == ["--suite"]:
+            from verl.trainer.suites import run_suite
+
+            run_suite("".join(arguments[1:2]), arguments[2:])
+            return 0
         from verl.config.load import load_config
         from verl.config.schema import EvaluationConfig
 
