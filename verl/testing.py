@@ -137,6 +137,8 @@ def train_agent(tmp_path: Path) -> Callable[..., AgentReport]:
             samples: Sessions for each row.
             extra: More keys, as `verl train` takes them, e.g. `rollout.multi_turn.max_turns=20`.
         """
+        if (agent is None) == (command is None):
+            raise ConfigError("train_agent: give an agent, a function, or a command, not both")
         key, named = ("agent_command", command) if agent is None else ("agent", _place(agent))
         register_tool_format(_FORMAT)(OfferedCalls)
         folder = tmp_path / f"train_agent_{len(list(tmp_path.iterdir()))}"
@@ -159,10 +161,10 @@ def train_agent(tmp_path: Path) -> Callable[..., AgentReport]:
             f"trainer.total_training_steps={steps}",
             f"trainer.default_local_dir={folder}/run",
         ]
-        run(load_ppo_config([*overrides, *extra]), reward_function=reward, live=False)
-        files = sorted((folder / "run" / "rollouts").glob("*.jsonl"), key=lambda file: int(file.stem))
+        result = run(load_ppo_config([*overrides, *extra]), reward_function=reward, live=False)
+        files = sorted((result.folder / "rollouts").glob("*.jsonl"), key=lambda file: int(file.stem))
         lines = [{"step": int(file.stem), **line} for file in files for line in read_jsonl(file)]
-        return AgentReport(folder / "run", lines)
+        return AgentReport(result.folder, lines)
 
     return train
 

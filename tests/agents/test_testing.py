@@ -184,6 +184,8 @@ def test_the_example_of_the_page(train_agent, tmp_path: Path, monkeypatch: pytes
     test_mine.test_my_agent(train_agent)
 
 
-def test_a_function_that_no_other_process_can_import_is_refused(train_agent) -> None:
+def test_what_cannot_be_started_is_refused(train_agent) -> None:
+    with pytest.raises(ConfigError, match="not both"):
+        train_agent(never_asks, command="true", rows=ROWS)
     with pytest.raises(ConfigError, match="at the top of a file"):
         train_agent(lambda row: 1.0, rows=ROWS)

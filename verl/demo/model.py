@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from verl.data.tasks import word_problems as stories
 
@@ -96,9 +96,10 @@ def build_model_folder(
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)
     if turn_tokens is not None:
+        embeddings: Any = model.get_input_embeddings()
         # Embeddings are tied: states have the component that all of them share, and logits follow its differences.
         with torch.no_grad():
-            shared = model.get_input_embeddings().weight[:, 0]
+            shared = embeddings.weight[:, 0]
             shared.fill_(10.0)
             shared[tokenizer.all_special_ids] = 9.0
             shared[tokenizer.eos_token_id] = 10.0 + math.log(len(tokenizer) / turn_tokens) / HIDDEN**0.5
