@@ -234,12 +234,8 @@ class Sampler:
             begin_counting(0)
         live.add("responses_wanted", total)
         self.add(prompts, settings, ended, prefix)
-
-        def done() -> bool:
-            # The engine's answer to a request that was cancelled would reach the next owner of the engine.
-            return len(rows) == total and not any(task.cancelled for task, _ in self._sent.values())
-
-        (run or self.run)(done)
+        # The engine's answer to a request that was cancelled would reach the next owner of the engine.
+        (run or self.run)(lambda: len(rows) == total and not any(t.cancelled for t, _ in self._sent.values()))
         return [rows[row] for row in range(total)]
 
     def end_early(self) -> None:
