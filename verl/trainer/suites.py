@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from verl.config.load import load_config
 from verl.config.schema import GenerationConfig
@@ -17,12 +19,9 @@ from verl.observe.console import show_lines
 from verl.reward.scorers import gsm8k
 from verl.trainer.generation import generate_file
 
-Scorer = Callable[[str, object], float]
+Scorer = Callable[[str, Any], dict[str, Any]]
 SUITES: dict[str, dict[str, Scorer]] = {
-    "gsm8k": {
-        method: lambda text, truth, method=method: gsm8k.compute_score(text, truth, method)["acc"]
-        for method in gsm8k.METHODS
-    }
+    "gsm8k": {method: partial(gsm8k.compute_score, method=method) for method in gsm8k.METHODS}
 }
 """How each suite scores a response, by the name of the score."""
 _TRUTH = "reward_model"
@@ -50,7 +49,7 @@ def suite_lines(name: str, file: Path, key: str) -> list[tuple[str, str]]:
         texts = responses_of(row, key, origin, "data.path", "data.response_key")
         for score, scorer in SUITES[name].items():
             truth = truth_of(row, _TRUTH)
-            scores[score].append(statistics.fmean(scorer(text, truth) for text in texts))
+            scores[score].append(statistics.fmean(scorer(text, truth)["acc"] for text in texts))
     return [
         (f"{name} {score}", f"{_mean_and_error(values)} (standard error), {len(values)} questions")
         for score, values in scores.items()
