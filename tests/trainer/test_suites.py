@@ -41,7 +41,7 @@ def test_a_model_answers_greedily_and_is_scored(
     write(folder / "test.jsonl", [question(f"sum of {number} 4 ?") for number in range(3)])
     keys = [f"model.path={tiny_model_dir}", f"data.path={folder}", f"data.output_path={tmp_path}/out.parquet"]
     more = ["data.max_response_length=6", "data.max_prompt_length=16", "rollout.dtype=float32"]
-    assert main(["--suite", "gsm8k", *keys, *more]) == 0
+    assert main([*keys, "--suite", "gsm8k", *more]) == 0
     rows = pyarrow.parquet.read_table(tmp_path / "out.parquet").to_pylist()
     assert len(rows) == 3 and all(len(row["responses"]) == 1 for row in rows)
     said = "".join(capfd.readouterr())

@@ -12,10 +12,11 @@ def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
 
     def body() -> int:
-        if arguments[:1] == ["--suite"]:
+        if "--suite" in arguments:
             from verl.trainer.suites import run_suite
 
-            run_suite("".join(arguments[1:2]), arguments[2:])
+            at = arguments.index("--suite")
+            run_suite("".join(arguments[at + 1 : at + 2]), arguments[:at] + arguments[at + 2 :])
             return 0
         from verl.config.load import load_config
         from verl.config.schema import EvaluationConfig

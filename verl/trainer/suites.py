@@ -24,7 +24,6 @@ SUITES: dict[str, dict[str, Scorer]] = {
     "gsm8k": {method: partial(gsm8k.compute_score, method=method) for method in gsm8k.METHODS}
 }
 """How each suite scores a response, by the name of the score."""
-_TRUTH = "reward_model"
 
 
 def run_suite(name: str, arguments: Sequence[str]) -> None:
@@ -48,7 +47,7 @@ def suite_lines(name: str, file: Path, key: str) -> list[tuple[str, str]]:
         row, origin = rows[number], rows.origin(number)
         texts = responses_of(row, key, origin, "data.path", "data.response_key")
         for score, scorer in SUITES[name].items():
-            truth = truth_of(row, _TRUTH)
+            truth = truth_of(row, "reward_model")
             scores[score].append(statistics.fmean(scorer(text, truth)["acc"] for text in texts))
     return [
         (f"{name} {score}", f"{_mean_and_error(values)} (standard error), {len(values)} questions")
