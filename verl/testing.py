@@ -192,7 +192,7 @@ class OfferedCalls(ToolFormat):
         return ParsedTurn(text)
 
     def read(self, text: str, tools: Sequence[Schema]) -> ParsedTurn:
-        demanded, number = re.match("<call (.*?)>", text), zlib.crc32(text.encode())
+        demanded, number = re.match("<call (.*?)>", text), zlib.crc32(text.strip().encode())
         if number % 2 and demanded is None:
             return ParsedTurn(text)
         functions = [tool["function"] for tool in tools]

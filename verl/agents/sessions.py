@@ -181,7 +181,7 @@ class AgentSession:
                 number = parent.call_ids[message["tool_call_id"]]
                 assert parent.said is not None
                 name, text = parent.said.calls[number][0], str(message.get("content") or "")
-                drawn = self.sampler.agents.format.parse(parent.said.raw).calls[number]
+                drawn = self.sampler.agents.format.read(parent.said.raw, tools).calls[number]
                 found.append(self.turns.tool_message(name, text, drawn.id or f"call_{number}"))
             elif message["role"] == "tool":
                 name, text = str(message.get("name") or ""), str(message.get("content") or "")
