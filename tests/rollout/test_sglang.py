@@ -227,10 +227,10 @@ def test_stop_strings_end_within_a_piece(engine: Any, monkeypatch: pytest.Monkey
     words = SimpleNamespace(decode=lambda ids, **_: "".join(f"w{token} " for token in ids))
     monkeypatch.setattr(engine.stopper, "tokenizer", words)
     sampling = SamplingParams(max_tokens=90, ignore_eos=True)
-    (whole,) = engine.generate([Request("a", [6], sampling, seed=4)])
+    (whole,) = engine.generate([Request("stopped", [6], sampling, seed=4)])
     end = whole.token_ids.index(whole.token_ids[50]) + 1
     sampling = replace(sampling, stop=(f"w{whole.token_ids[50]} ",))
-    (stopped,) = engine.generate([Request("a", [6], sampling, seed=4)])
+    (stopped,) = engine.generate([Request("stopped", [6], sampling, seed=4)])
     assert stopped.finish_reason == "stop" and stopped.token_ids == whole.token_ids[:end]
 
 
