@@ -46,16 +46,21 @@ Watch = Callable[[Any, Any], None]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_step_arguments(parser, "the last step to repeat")
+    parser.add_argument(
+        "--keep", action="store_true", help="keep the folder of the repetition, below RUN/replays"
+    )
+
+
+def add_step_arguments(parser: argparse.ArgumentParser, step: str) -> None:
+    """Those of a command that repeats a run up to a step, which is described by `step`."""
     parser.add_argument("run", type=Path, help="run folder (checkpoints/PROJECT/EXPERIMENT)")
-    parser.add_argument("--step", type=int, required=True, help="the last step to repeat")
+    parser.add_argument("--step", type=int, required=True, help=step)
     parser.add_argument(
         "--from",
         dest="start",
         type=int,
         help="repeat from this checkpoint, 0: from the start; default: the last one before --step",
-    )
-    parser.add_argument(
-        "--keep", action="store_true", help="keep the folder of the repetition, below RUN/replays"
     )
 
 

@@ -10,14 +10,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.config.parallelism import counted
 from verl.config.schema import PPOConfig
 from verl.errors import ConfigError, DataError
 from verl.trainer.fork import open_recorded
-from verl.trainer.replay import Repetition, repetition, report
+from verl.trainer.replay import Repetition, add_step_arguments, repetition, report
 
 if TYPE_CHECKING:
     import torch
@@ -32,14 +31,7 @@ _SHOWN = 60
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, help="run folder (checkpoints/PROJECT/EXPERIMENT)")
-    parser.add_argument("--step", type=int, required=True, help="the step to look at")
-    parser.add_argument(
-        "--from",
-        dest="start",
-        type=int,
-        help="repeat from this checkpoint, 0: from the start; default: the last one before --step",
-    )
+    add_step_arguments(parser, "the step to look at")
     parser.add_argument(
         "--groups", type=int, default=GROUPS, help=f"groups to show, 0: all (default: {GROUPS})"
     )
