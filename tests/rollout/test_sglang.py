@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from verl.models.weight_source import NamedTensors, Names, SourceLogProbs
 from verl.rollout import build_rollout
 from verl.rollout.base import Request, SamplingParams
 from verl.rollout.external_engine import TPFollower, require_engine
+from verl.rollout.server_engine import ServerRollout
 from verl.rollout.sglang import generate_body, server_arguments
 from verl.rollout.source import ModuleWeights, model_info
 from verl.rollout.weight_sync.broadcast import ReceivedWeights
@@ -198,6 +200,20 @@ def test_a_sample_that_waits_for_a_place_is_aborted_at_once(engine: Any) -> None
     hold(engine, None)
     found = [response.finish_reason for responses in iter(engine.poll, []) for response in responses]
     assert found == ["length"] * 8
+
+
+def test_a_server_that_ends_no_single_sample_ends_it_with_its_next_piece(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM's: `end` does nothing there."""
+    monkeypatch.setattr(engine, "end", partial(ServerRollout.end, engine))
+    hold(engine, 40)
+    engine.submit([Request("ended", [6], SamplingParams(max_tokens=90, ignore_eos=True))])
+    wait_until_held(engine, 1)
+    engine.abort(["ended"])
+    hold(engine, None)
+    (response,) = engine.poll()
+    assert response.finish_reason == "abort" and len(response.token_ids) in (33, 65)
 
 
 def test_what_a_piece_repeats_counts_once_and_what_it_lacks_is_an_error(
